@@ -1,0 +1,35 @@
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test lint reproduction clean
+
+demo: .venv/demo.done  ## Compare five algorithms on Synthetic_1_1: a table and docs/figures/demo.png
+	$(BIN)/fedcontext compare --dataset synthetic-1-1 --rounds 60 --seeds 0,1,2 --k2 0 --smoothness measured \
+	  --out runs/demo --figure docs/figures/demo.png
+
+test: .venv/test.done lint  ## Everything CI checks
+	$(BIN)/pytest --numprocesses 2 --dist worksteal
+
+lint: .venv/test.done
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+reproduction: .venv/demo.done  ## All experiments of the paper in full, the figures and docs/reproduction.md
+	$(BIN)/fedcontext reproduce all --out runs/paper
+	$(BIN)/fedcontext reproduce report --out runs/paper --docs docs
+
+.venv/bin/pip:
+	$(PYTHON) -m venv .venv
+
+.venv/demo.done: pyproject.toml constraints.txt | .venv/bin/pip
+	$(PIP) --editable '.[plot]'
+	touch $@
+
+.venv/test.done: pyproject.toml constraints.txt | .venv/bin/pip
+	$(PIP) --editable '.[test]'
+	touch $@ .venv/demo.done
+
+clean:
+	rm -rf .venv dist build

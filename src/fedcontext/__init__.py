@@ -1,0 +1,53 @@
+"""Federated learning with contextual aggregation: the weights with the lowest bound on the loss, every round."""
+
+from fedcontext.aggregate import Aggregation, aggregate
+from fedcontext.algorithms import ALGORITHMS, Algorithm, Knobs, contextual_version, expected_version
+from fedcontext.datasets import FederatedData, federate, load
+from fedcontext.errors import FedcontextError, MissingExtra
+from fedcontext.experiment import Experiment
+from fedcontext.fleet import PROFILES, Fleet, Profile, Spread, make_fleet
+from fedcontext.geometry import Geometry
+from fedcontext.plan import RoundPlan, plan_round
+from fedcontext.records import RoundRecord, read
+from fedcontext.rounds import Simulation, State, prepare, rounds
+from fedcontext.rules import Rule, bound, by_samples, contextual, expected_contextual, folb, mean, stateless
+from fedcontext.version import __version__
+
+__all__ = [
+    "ALGORITHMS",
+    "PROFILES",
+    "Aggregation",
+    "Algorithm",
+    "Experiment",
+    "FedcontextError",
+    "FederatedData",
+    "Fleet",
+    "Geometry",
+    "Knobs",
+    "MissingExtra",
+    "Profile",
+    "RoundPlan",
+    "RoundRecord",
+    "Rule",
+    "Simulation",
+    "Spread",
+    "State",
+    "__version__",
+    "aggregate",
+    "bound",
+    "by_samples",
+    "contextual",
+    "contextual_version",
+    "expected_contextual",
+    "expected_version",
+    "federate",
+    "folb",
+    "load",
+    "make_fleet",
+    "mean",
+    "plan_round",
+    "prepare",
+    "read",
+    "rounds",
+    "stateless",
+]

@@ -1,0 +1,95 @@
+"""Named pairs of what devices do and how the server weighs them. To add one, write a function and name it below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from fedcontext import rules
+from fedcontext.errors import FedcontextError
+from fedcontext.local import Local, proximal, sgd
+from fedcontext.rules import Rule
+
+Averaging: TypeAlias = Literal["mean", "samples"]
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """The settings that algorithms are made from; each takes what it knows."""
+
+    learning_rate: float
+    smoothness: float  # β of the bound; the paper's choice is 1 / learning_rate
+    batch_size: int = 10
+    mu: float = 0.1
+    averaging: Averaging = "mean"
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What devices do, and the rule that weighs what they send."""
+
+    name: str
+    local: Local
+    rule: Rule
+
+
+def fedavg(knobs: Knobs) -> Algorithm:
+    """Return FedAvg: local SGD, averaged."""
+    return Algorithm("fedavg", sgd(knobs.learning_rate, knobs.batch_size), _averaging(knobs))
+
+
+def fedprox(knobs: Knobs) -> Algorithm:
+    """Return FedProx: local SGD held near the global model, averaged."""
+    return Algorithm("fedprox", proximal(knobs.mu, knobs.learning_rate, knobs.batch_size), _averaging(knobs))
+
+
+def folb(knobs: Knobs) -> Algorithm:
+    """Return FOLB: FedProx weighed by how each device's gradient agrees with the cohort's."""
+    return replace(fedprox(knobs), name="folb", rule=rules.folb(knobs.smoothness))
+
+
+def contextual_version(algorithm: Algorithm, smoothness: float) -> Algorithm:
+    """Return ``algorithm`` with the paper's aggregation in place of its own (Algorithm 2).
+
+    >>> contextual_version(fedavg(Knobs(learning_rate=0.1, smoothness=10)), smoothness=10).name
+    'fedavg-contextual'
+    """
+    return replace(algorithm, name=f"{algorithm.name}-contextual", rule=rules.contextual(smoothness))
+
+
+def expected_version(algorithm: Algorithm, smoothness: float) -> Algorithm:
+    """Return ``algorithm`` with the aggregation of section III-C, the exact form of its equation.
+
+    >>> expected_version(fedavg(Knobs(learning_rate=0.1, smoothness=10)), smoothness=10).name
+    'fedavg-expected'
+    """
+    return replace(algorithm, name=f"{algorithm.name}-expected", rule=rules.expected_contextual(smoothness))
+
+
+ALGORITHMS: dict[str, Callable[[Knobs], Algorithm]] = {
+    "fedavg": fedavg,
+    "fedprox": fedprox,
+    "folb": folb,
+    "fedavg-contextual": lambda knobs: contextual_version(fedavg(knobs), knobs.smoothness),
+    "fedprox-contextual": lambda knobs: contextual_version(fedprox(knobs), knobs.smoothness),
+    "fedavg-expected": lambda knobs: expected_version(fedavg(knobs), knobs.smoothness),
+    "fedprox-expected": lambda knobs: expected_version(fedprox(knobs), knobs.smoothness),
+}
+
+
+def algorithm_named(name: str, knobs: Knobs) -> Algorithm:
+    """Return an algorithm of the table.
+
+    >>> algorithm_named("fedavg", Knobs(learning_rate=0.1, smoothness=10)).rule.name
+    'mean'
+    """
+    if name not in ALGORITHMS:
+        raise FedcontextError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {name!r}")
+    return ALGORITHMS[name](knobs)
+
+
+def _averaging(knobs: Knobs) -> Rule:
+    if knobs.averaging not in ("mean", "samples"):
+        raise FedcontextError(f"averaging must be 'mean' or 'samples', got {knobs.averaging!r}")
+    return rules.mean(knobs.smoothness) if knobs.averaging == "mean" else rules.by_samples(knobs.smoothness)

@@ -1,0 +1,59 @@
+"""Engines: who carries out a round's local work. All do the same work; the NumPy one is the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from fedcontext.arrays import FloatArray, Structure
+from fedcontext.cohorts.softmax import SoftmaxReference
+from fedcontext.datasets.federated import FederatedData
+from fedcontext.errors import FedcontextError
+from fedcontext.local import Local
+from fedcontext.plan import IntArray
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the devices of one round are asked to do: all randomness follows from the seed and the round's number."""
+
+    seed: int
+    number: int
+    devices: IntArray  # (K,)
+    epochs: IntArray  # (K,)
+    local: Local
+
+
+class Engine(Protocol):
+    """Trains devices, asks them for gradients, and evaluates a model over all of them."""
+
+    def start(self) -> Structure:
+        """Return the params that a run starts from."""
+        ...
+
+    def train(self, params: Structure, work: Work) -> list[Structure]:
+        """Return each device's update after local training from ``params``."""
+        ...
+
+    def gradients(self, params: Structure, devices: IntArray) -> list[Structure]:
+        """Return the gradient of each device's local loss F_k at ``params``, over all its training data."""
+        ...
+
+    def gradient(self, params: Structure, devices: IntArray, weights: FloatArray) -> Structure:
+        """Return the mean of the devices' gradients with these weights (they sum to one)."""
+        ...
+
+    def evaluate(self, params: Structure) -> tuple[float, float]:
+        """Return the loss over all devices' training data and the accuracy over all their test data."""
+        ...
+
+
+ENGINES: dict[str, Callable[[FederatedData], Engine]] = {"reference": SoftmaxReference}
+
+
+def engine_named(name: str, data: FederatedData) -> Engine:
+    """Return an engine of the table, ready to work on ``data``."""
+    if name not in ENGINES:
+        raise FedcontextError(f"engine must be one of {', '.join(ENGINES)}, got {name!r}")
+    return ENGINES[name](data)

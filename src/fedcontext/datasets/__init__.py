@@ -1,0 +1,57 @@
+"""The data sets by name: generated, from files, or any LEAF folder."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from fedcontext.datasets.federated import FederatedData, Split, federate
+from fedcontext.datasets.images import femnist, mnist
+from fedcontext.datasets.leaf import leaf
+from fedcontext.datasets.partition import dirichlet, iid, power_law, shards
+from fedcontext.datasets.synthetic import synthetic
+from fedcontext.errors import FedcontextError
+
+NAMES = {
+    "synthetic-iid": "generated: 30 devices, one model for all",
+    "synthetic-1-1": "generated: 30 devices that differ in model and features; any synthetic-A-B works",
+    "mnist": "1,000 devices with 2 digits each, sizes by a power law (FedProx)",
+    "femnist": "one device a writer, 62 classes (LEAF)",
+    "leaf:PATH": "any folder with LEAF's train/*.json and test/*.json",
+}
+
+__all__ = [
+    "NAMES",
+    "FederatedData",
+    "Split",
+    "dirichlet",
+    "federate",
+    "iid",
+    "load",
+    "power_law",
+    "shards",
+]
+
+
+@lru_cache(maxsize=2)
+def load(name: str, seed: int = 0) -> FederatedData:
+    """Return a data set by its name; ``seed`` decides what is drawn in generating or partitioning it.
+
+    >>> load("synthetic-iid").population
+    30
+    >>> load("no-such-data")
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: dataset must be one of synthetic-iid, synthetic-1-1, mnist, femnist, leaf:PATH, got 'no-such-data'
+    """
+    if name == "synthetic-iid":
+        return synthetic(0, 0, iid=True, seed=seed)
+    if numbers := re.fullmatch(r"synthetic-(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)", name):
+        return synthetic(float(numbers[1]), float(numbers[2]), seed=seed)
+    if name == "mnist":
+        return mnist(seed)
+    if name == "femnist":
+        return femnist()
+    if name.startswith("leaf:"):
+        return leaf(name.removeprefix("leaf:"))
+    raise FedcontextError(f"dataset must be one of {', '.join(NAMES)}, got {name!r}")

@@ -1,0 +1,80 @@
+"""Ways to split array data over devices. Each returns, for every device, the shuffled indices of its samples."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedcontext.arrays import FloatArray
+from fedcontext.errors import FedcontextError, positive
+from fedcontext.plan import IntArray
+
+
+def iid(labels: IntArray, devices: int, random: np.random.Generator) -> list[IntArray]:
+    """Return equal random parts.
+
+    >>> [len(part) for part in iid(np.zeros(10), 3, np.random.default_rng(0))]
+    [4, 3, 3]
+    """
+    _check(len(labels), devices)
+    return list(np.array_split(random.permutation(len(labels)), devices))
+
+
+def shards(labels: IntArray, devices: int, random: np.random.Generator, per_device: int = 2) -> list[IntArray]:
+    """Return parts of few classes: sorted by class, cut into shards, ``per_device`` of them dealt to each device.
+
+    >>> labels = np.repeat(np.arange(10), 20)
+    >>> parts = shards(labels, 10, np.random.default_rng(0))
+    >>> max(len(np.unique(labels[part])) for part in parts)
+    2
+    """
+    _check(len(labels), devices * per_device)
+    order = random.permutation(len(labels))
+    pieces = np.array_split(order[np.argsort(labels[order], kind="stable")], devices * per_device)
+    dealt = random.permutation(len(pieces)).reshape(devices, per_device)
+    return [random.permutation(np.concatenate([pieces[piece] for piece in hand])) for hand in dealt]
+
+
+def dirichlet(labels: IntArray, devices: int, random: np.random.Generator, alpha: float = 0.5) -> list[IntArray]:
+    """Return parts whose share of every class is drawn from a Dirichlet(α): the smaller α, the more uneven.
+
+    >>> parts = dirichlet(np.repeat(np.arange(3), 30), 4, np.random.default_rng(0), alpha=0.5)
+    >>> sum(len(part) for part in parts)
+    90
+    """
+    positive("alpha", alpha)
+    _check(len(labels), devices)
+    parts: list[list[IntArray]] = [[] for _ in range(devices)]
+    for label in np.unique(labels):
+        members = random.permutation(np.flatnonzero(labels == label))
+        cuts = np.cumsum(random.dirichlet(np.full(devices, alpha)))[:-1] * len(members)
+        for part, piece in zip(parts, np.split(members, cuts.astype(int)), strict=True):
+            part.append(piece)
+    return _none_empty([random.permutation(np.concatenate(part)) for part in parts])
+
+
+def power_law(labels: IntArray, devices: int, random: np.random.Generator, sigma: float = 2.0) -> list[IntArray]:
+    """Return random parts of very different sizes: shares are log-normal with this sigma.
+
+    >>> sizes = [len(part) for part in power_law(np.zeros(1000), 5, np.random.default_rng(0))]
+    >>> sum(sizes), max(sizes) > 3 * min(sizes)
+    (1000, True)
+    """
+    positive("sigma", sigma)
+    _check(len(labels), devices)
+    shares: FloatArray = np.exp(sigma * random.standard_normal(devices))
+    cuts = np.cumsum(shares / shares.sum())[:-1] * len(labels)
+    return _none_empty(np.split(random.permutation(len(labels)), cuts.astype(int)))
+
+
+def _none_empty(parts: list[IntArray]) -> list[IntArray]:
+    """Return the parts after each empty device took one sample from the largest."""
+    for device, part in enumerate(parts):
+        if len(part) == 0:
+            largest = max(range(len(parts)), key=lambda k: len(parts[k]))
+            parts[device], parts[largest] = parts[largest][:1], parts[largest][1:]
+    return parts
+
+
+def _check(samples: int, pieces: int) -> None:
+    if not 1 <= pieces <= samples:
+        raise FedcontextError(f"{samples} samples cannot be split into {pieces} parts of at least one")

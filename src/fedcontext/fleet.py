@@ -1,0 +1,143 @@
+"""How fast devices and links are: who answers in time, and what a round costs in seconds and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedcontext.arrays import FloatArray
+from fedcontext.errors import FedcontextError
+from fedcontext.plan import IntArray, RoundPlan, Stream, generator
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A log-normal distribution: half of the devices are below the median, sigma says how far they spread."""
+
+    median: float
+    sigma: float = 0.0
+
+    def draw(self, random: np.random.Generator, count: int) -> FloatArray:
+        """Return ``count`` draws.
+
+        >>> Spread(median=5.0).draw(np.random.default_rng(0), 2)
+        array([5., 5.])
+        """
+        return self.median * np.exp(self.sigma * random.standard_normal(count))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The distributions that a fleet is drawn from."""
+
+    speed: Spread  # training samples a second
+    latency: Spread  # seconds, one way
+    bandwidth: Spread  # bytes a second, either way
+
+
+# Assumed magnitudes, not measurements: phones behind mobile links differ by an order of magnitude and more.
+PROFILES = {
+    "even": Profile(Spread(1_000), Spread(0.05), Spread(1e6)),
+    "edge": Profile(Spread(1_000, 0.8), Spread(0.05, 0.5), Spread(1e6, 1.0)),
+}
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The speed and the link of each of N devices."""
+
+    speeds: FloatArray  # (N,) training samples a second
+    latencies: FloatArray  # (N,) seconds, one way
+    bandwidths: FloatArray  # (N,) bytes a second
+
+    def seconds(self, devices: IntArray, samples: IntArray | FloatArray, sent: float) -> FloatArray:
+        """Return when each device's answer arrives: two trips, ``sent`` bytes on the link, ``samples`` of work.
+
+        >>> fleet = make_fleet(PROFILES["even"], population=3, seed=0)
+        >>> fleet.seconds(np.array([0]), samples=np.array([500]), sent=2e6)
+        array([2.6])
+        """
+        return 2 * self.latencies[devices] + sent / self.bandwidths[devices] + samples / self.speeds[devices]
+
+
+def make_fleet(profile: Profile, population: int, seed: int) -> Fleet:
+    """Return the fleet of ``population`` devices that ``seed`` gives.
+
+    >>> fleet = make_fleet(PROFILES["edge"], population=100, seed=0)
+    >>> bool(fleet.speeds.max() > 4 * fleet.speeds.min())
+    True
+    """
+    random = generator(seed, 0, Stream.FLEET)
+    return Fleet(*(spread.draw(random, population) for spread in (profile.speed, profile.latency, profile.bandwidth)))
+
+
+def profile_named(name: str) -> Profile:
+    """Return a profile of the table.
+
+    >>> profile_named("even").speed.sigma
+    0.0
+    """
+    if name not in PROFILES:
+        raise FedcontextError(f"fleet must be one of {', '.join(PROFILES)}, got {name!r}")
+    return PROFILES[name]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Who answered in time. Kept: positions in the plan's rows. Excluded: devices, with the reason."""
+
+    cohort: IntArray
+    pool: IntArray
+    probes: IntArray
+    excluded: dict[int, str]
+    seconds: float  # how long the round took
+    bytes_down: int
+    bytes_up: int
+
+
+def answers(
+    fleet: Fleet,
+    plan: RoundPlan,
+    samples: IntArray,
+    model_bytes: int,
+    *,
+    own_gradients: bool = False,
+    deadline: float | None = None,
+) -> Answers:
+    """Return who of the plan answers before ``deadline``, and what the round cost.
+
+    Where more devices train than wanted, the first to answer are kept. A probe sends a gradient instead of an
+    update and makes one pass over its data; ``own_gradients`` adds both to the work of the cohort.
+
+    >>> from fedcontext.plan import plan_round
+    >>> plan, fleet = plan_round(0, 1, 50, over_select=0.5), make_fleet(PROFILES["edge"], 50, seed=0)
+    >>> got = answers(fleet, plan, np.full(50, 100), model_bytes=1000)
+    >>> len(plan.devices), len(got.cohort), len(got.excluded)
+    (15, 10, 5)
+    """
+    if deadline is not None and not deadline > 0:
+        raise FedcontextError(f"deadline must be positive, got {deadline}")
+    limit = np.inf if deadline is None else deadline
+    passes = plan.epochs + own_gradients
+    when = fleet.seconds(plan.devices, passes * samples[plan.devices], (2 + own_gradients) * model_bytes)
+    when_pool = fleet.seconds(plan.pool, plan.pool_epochs * samples[plan.pool], 2 * model_bytes)
+    when_probes = fleet.seconds(plan.probes, samples[plan.probes], 2 * model_bytes)
+
+    first = np.sort(np.argsort(when, kind="stable")[: plan.wanted])
+    cohort = first[when[first] <= limit]
+    pool, probes = np.flatnonzero(when_pool <= limit), np.flatnonzero(when_probes <= limit)
+    excluded = {int(k): "slower than the devices wanted" for k in np.delete(plan.devices, first)}
+    late = [*np.setdiff1d(plan.devices[first], plan.devices[cohort]), *plan.pool[when_pool > limit]]
+    excluded |= {int(k): "missed the deadline" for k in late}
+    waited = [when[first], when_pool, when_probes]
+    contacted = np.unique(np.concatenate([plan.devices, plan.pool, plan.probes])).size
+    return Answers(
+        cohort=cohort,
+        pool=pool,
+        probes=probes,
+        excluded=excluded,
+        seconds=float(min(limit, np.concatenate(waited).max())),
+        bytes_down=int(contacted * model_bytes),
+        bytes_up=int((len(cohort) * (1 + own_gradients) + len(pool) + len(probes)) * model_bytes),
+    )

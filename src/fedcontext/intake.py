@@ -1,0 +1,138 @@
+"""What callers hand to the door, checked: every complaint names the device and the leaf, and comes before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from fedcontext.arrays import Array, FloatArray, Leaves, Structure, all_finite, framework, kind_of, leaf_name, leaves
+from fedcontext.errors import FedcontextError
+from fedcontext.geometry import Report
+
+Structures: TypeAlias = Sequence[Structure] | Mapping[object, Structure]
+
+
+def take(
+    base: Leaves,
+    updates: Structures,
+    *,
+    gradient: Structure | None = None,
+    gradients: Structures | None = None,
+    own_gradients: Structures | None = None,
+    samples: Iterable[float] | None = None,
+    probe_weights: Iterable[float] | None = None,
+    pool: Structures | None = None,
+    needed: set[str],
+) -> Report:
+    """Return the round's `Report`, each structure checked against the leaves ``base`` of the params.
+
+    Updates must have all leaves of ``base``; gradients at least the ``needed`` ones.
+
+    >>> take({"w": np.zeros(2)}, [{"w": np.zeros(3)}], needed={"w"})
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: device 0: leaf 'w' must have shape (2,), got (3,)
+    """
+    if gradient is not None and gradients is not None:
+        raise FedcontextError("give gradient or gradients, not both")
+    moves = _each("device", updates)
+    if not moves:
+        raise FedcontextError("there are no updates to aggregate")
+    pulls = {"the gradient": gradient} if gradient is not None else _each("probe", gradients)
+    if gradients is not None and not pulls:
+        raise FedcontextError("gradients is empty: leave it out, or give at least one probe's gradient")
+    owns = _each("own gradient of device", own_gradients)
+    if owns and len(owns) != len(moves):
+        raise FedcontextError(f"own_gradients must be one for each of {len(moves)} updates, got {len(owns)}")
+    for name, leaf in base.items():
+        _check_finite("params", name, leaf)
+    counts = _numbers("samples", samples, len(moves))
+    return Report(
+        updates=[_checked(owner, move, base, set(base)) for owner, move in moves.items()],
+        samples=np.ones(len(moves)) if counts is None else counts,
+        gradients=[_checked(owner, pull, base, needed) for owner, pull in pulls.items()],
+        own_gradients=[_checked(owner, pull, base, needed) for owner, pull in owns.items()],
+        probe_weights=_numbers("probe_weights", probe_weights, len(pulls or owns)),
+        pool=[_checked(owner, move, base, set(base)) for owner, move in _each("pool device", pool).items()],
+    )
+
+
+def choose(what: str, chosen: Iterable[str | int], base: Leaves) -> set[str]:
+    """Return the names of the chosen leaves, given by name or by position.
+
+    >>> choose("layers", [-1], {"hidden": np.zeros(3), "last": np.zeros(2)})
+    {'last'}
+    """
+    names, found = list(base), set()
+    for choice in [chosen] if isinstance(chosen, str | int) else chosen:
+        if isinstance(choice, int) and -len(names) <= choice < len(names):
+            found.add(names[choice])
+        elif choice in base:
+            found.add(str(choice))
+        else:
+            raise FedcontextError(f"{what}: there is no leaf {choice!r}, only {', '.join(names) or 'one array'}")
+    return found
+
+
+def _each(kind: str, given: Structures | None) -> dict[str, Structure]:
+    """Return what each device gave, under the name by which errors call it."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return {f"{kind} {key}": value for key, value in given.items()}
+    if not isinstance(given, list | tuple) and not hasattr(given, "__len__"):
+        raise FedcontextError(f"updates and gradients must be sequences or mappings, got {type(given).__name__}")
+    return {f"{kind} {index}": value for index, value in enumerate(given)}
+
+
+def _checked(owner: str, structure: Structure, base: Leaves, needed: set[str]) -> Leaves:
+    try:
+        found = leaves(structure)
+    except FedcontextError as error:
+        raise FedcontextError(f"{owner}: {error}") from None
+    missing, unknown = needed - found.keys(), found.keys() - base.keys()
+    if missing or unknown:
+        lack = ", ".join(leaf_name(name) for name in base if name in missing)
+        excess = ", ".join(leaf_name(name) for name in found if name in unknown)
+        said = [f"lacks {lack}"] * bool(lack) + [f"has {excess}, unknown to params"] * bool(excess)
+        raise FedcontextError(f"{owner}: the structure differs from params: it {' and '.join(said)}")
+    for name, leaf in found.items():
+        _check_like(owner, name, leaf, base[name])
+        _check_finite(owner, name, leaf)
+    return found
+
+
+def _check_like(owner: str, name: str, leaf: Array, base: Array) -> None:
+    ways, expected = framework(leaf), framework(base)
+    if ways.name != expected.name:
+        raise FedcontextError(f"{owner}: {leaf_name(name)} must be a {expected.name} array, got {ways.name}")
+    if tuple(leaf.shape) != tuple(base.shape):
+        raise FedcontextError(
+            f"{owner}: {leaf_name(name)} must have shape {tuple(base.shape)}, got {tuple(leaf.shape)}"
+        )
+    if leaf.dtype != base.dtype:
+        raise FedcontextError(f"{owner}: {leaf_name(name)} must have dtype {base.dtype}, got {leaf.dtype}")
+    if ways.place(leaf) != ways.place(base):
+        raise FedcontextError(f"{owner}: {leaf_name(name)} must be on {ways.place(base)}, got {ways.place(leaf)}")
+
+
+def _check_finite(owner: str, name: str, leaf: Array) -> None:
+    kind = kind_of(leaf)
+    if kind == "other":
+        raise FedcontextError(f"{owner}: {leaf_name(name)} must be real floating point or integer, got {leaf.dtype}")
+    if kind == "floating" and not all_finite(leaf):
+        raise FedcontextError(f"{owner}: {leaf_name(name)} has NaN or infinite entries")
+
+
+def _numbers(what: str, given: Iterable[float] | None, count: int) -> FloatArray | None:
+    """Return ``given`` as float64 if it holds ``count`` non-negative numbers that are not all zero."""
+    if given is None:
+        return None
+    numbers = np.asarray(list(given), dtype=np.float64)
+    if numbers.shape != (count,):
+        raise FedcontextError(f"{what} must hold {count} numbers, got {numbers.size}")
+    if not (np.isfinite(numbers).all() and (numbers >= 0).all() and numbers.sum() > 0):
+        raise FedcontextError(f"{what} must be non-negative and not all zero, got {numbers.tolist()}")
+    return numbers

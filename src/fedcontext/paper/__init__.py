@@ -1,0 +1,1 @@
+"""The paper's experiments: what they are, the figures, and what became of its claims."""

@@ -1,0 +1,124 @@
+"""Who trains, how long, and who probes: pure in (seed, round), and the only home of a round's randomness.
+
+Every draw has its own generator, keyed by what it is for, so that no draw can shift another: the same seed gives
+the same devices, epochs and batches to every algorithm, whatever its rule, its probes, the engine or its workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fedcontext.errors import FedcontextError
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+
+
+class Stream(IntEnum):
+    """One stream of random numbers per purpose; the numbers are part of every result and never change."""
+
+    SELECTION = 0
+    EPOCHS = 1
+    PROBES = 2
+    BATCHES = 3
+    POOL = 4
+    FLEET = 5
+    DATA = 6
+
+
+def generator(seed: int, number: int, stream: Stream, device: int = 0) -> np.random.Generator:
+    """Return the generator for one purpose in one round.
+
+    >>> draws = [generator(7, 3, Stream.EPOCHS, device=5).integers(100) for _ in range(2)]
+    >>> bool(draws[0] == draws[1])
+    True
+    """
+    return np.random.default_rng([seed, number, stream, device])
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """What one round asks of the devices."""
+
+    number: int  # from 1
+    devices: IntArray  # (K,) the cohort, or more than wanted where the server over-selects
+    epochs: IntArray  # (K,)
+    probes: IntArray  # (P,) report their gradient at the round's start; empty: the cohort's own stand in
+    pool: IntArray  # train too, and inform the weights without being applied
+    pool_epochs: IntArray
+    wanted: int  # how many of the devices the server waits for
+
+
+def plan_round(
+    seed: int,
+    number: int,
+    population: int,
+    *,
+    devices_per_round: int = 10,
+    epochs: tuple[int, int] = (1, 20),
+    probes: int = 0,
+    pool: int = 0,
+    over_select: float = 0.0,
+) -> RoundPlan:
+    """Return the plan of round ``number``: a uniform draw without replacement, epochs uniform in a closed range.
+
+    Probes are drawn independently of the cohort; the pool is drawn from those outside it.
+
+    >>> plan = plan_round(seed=0, number=1, population=100, devices_per_round=3, probes=2)
+    >>> len(plan.devices), len(plan.probes), bool((plan.epochs >= 1).all())
+    (3, 2, True)
+    """
+    selected = min(math.ceil(devices_per_round * (1 + over_select)), population)
+    _check(population, devices_per_round, epochs, probes, pool, over_select)
+    devices = generator(seed, number, Stream.SELECTION).choice(population, selected, replace=False)
+    others = np.setdiff1d(np.arange(population), devices) if pool else devices[:0]
+    pooled = generator(seed, number, Stream.POOL).permutation(others)[:pool]
+    everyone = probes == population
+    return RoundPlan(
+        number=number,
+        devices=devices,
+        epochs=_epochs(seed, number, devices, epochs),
+        probes=np.arange(population)
+        if everyone
+        else generator(seed, number, Stream.PROBES).choice(population, probes, replace=False),
+        pool=pooled,
+        pool_epochs=_epochs(seed, number, pooled, epochs),
+        wanted=devices_per_round,
+    )
+
+
+def batches(seed: int, number: int, device: int, samples: int, epochs: int, size: int) -> Iterator[IntArray]:
+    """Yield the sample indices of each local step: every epoch a fresh shuffle, its last batch maybe smaller.
+
+    >>> [len(batch) for batch in batches(0, 1, device=4, samples=25, epochs=2, size=10)]
+    [10, 10, 5, 10, 10, 5]
+    """
+    random = generator(seed, number, Stream.BATCHES, device)
+    for _ in range(epochs):
+        order = random.permutation(samples)
+        for start in range(0, samples, size):
+            yield order[start : start + size]
+
+
+def _epochs(seed: int, number: int, devices: IntArray, bounds: tuple[int, int]) -> IntArray:
+    draws = [generator(seed, number, Stream.EPOCHS, int(k)).integers(bounds[0], bounds[1] + 1) for k in devices]
+    return np.array(draws, dtype=np.int64)
+
+
+def _check(population: int, devices: int, epochs: tuple[int, int], probes: int, pool: int, over_select: float) -> None:
+    if not 1 <= devices <= population:
+        raise FedcontextError(f"devices per round must be between 1 and {population} (all devices), got {devices}")
+    if not 1 <= epochs[0] <= epochs[1]:
+        raise FedcontextError(f"epochs must be a range like 1..20 with 1 <= low <= high, got {epochs[0]}..{epochs[1]}")
+    if not 0 <= probes <= population:
+        raise FedcontextError(f"k2 must be between 0 and {population} (all devices), got {probes}")
+    if not 0 <= pool <= population - devices:
+        raise FedcontextError(f"pool must be between 0 and {population - devices} (the other devices), got {pool}")
+    if not 0 <= over_select < math.inf:
+        raise FedcontextError(f"over-selection must be 0 or more, got {over_select}")

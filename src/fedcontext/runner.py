@@ -1,0 +1,96 @@
+"""Experiments into files: one after another, or on several cores, with word of every round that is done."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from fedcontext.experiment import Experiment, to_toml
+from fedcontext.records import RoundRecord, write
+from fedcontext.rounds import prepare
+
+OnRound: TypeAlias = Callable[[Experiment, RoundRecord], None]
+THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def run(experiment: Experiment, out: Path, on_round: OnRound = lambda experiment, record: None) -> list[RoundRecord]:
+    """Run an experiment and return its records, written to ``out`` round by round beside the TOML that repeats it.
+
+    Nothing is written before the settings and the data have been checked; an interrupt leaves complete lines.
+    """
+    simulation = prepare(experiment)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{experiment.name}.toml").write_text(to_toml(experiment), encoding="utf-8")
+    with (out / f"{experiment.name}.jsonl").open("w", encoding="utf-8") as file:
+        done = []
+        for record in write(experiment, (record for _, record in simulation.play()), file):
+            done.append(record)
+            on_round(experiment, record)
+        return done
+
+
+def run_all(
+    experiments: Sequence[Experiment], out: Path, jobs: int, on_round: OnRound = lambda experiment, record: None
+) -> list[list[RoundRecord]]:
+    """Run experiments with ``jobs`` processes and return their records, in order."""
+    if jobs <= 1 or len(experiments) <= 1:
+        return [run(experiment, out, on_round) for experiment in experiments]
+    prepare(experiments[0])  # a mistake in the settings shows here, before processes start
+    context = multiprocessing.get_context("spawn")
+    words = context.Queue()
+    with _one_thread_each(), ProcessPoolExecutor(jobs, context, _listen, (words,)) as pool:
+        futures = [pool.submit(_run_and_tell, experiment, out) for experiment in experiments]
+        try:
+            for experiment, record in _heard(futures, words):
+                on_round(experiment, record)
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _heard(futures: list[Future[Any]], words: Any) -> Iterator[tuple[Experiment, RoundRecord]]:
+    """Yield the rounds that the workers report, until all are done or one has failed."""
+    pending = set(futures)
+    while pending:
+        done, pending = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
+        for future in done:
+            future.result()
+        while True:
+            try:
+                yield words.get(timeout=0.05)
+            except queue.Empty:
+                break
+
+
+_words: Any = None  # a worker's line to the process that started it
+
+
+def _listen(words: Any) -> None:
+    global _words
+    _words = words
+
+
+def _run_and_tell(experiment: Experiment, out: Path) -> list[RoundRecord]:
+    return run(experiment, out, lambda experiment, record: _words.put((experiment, record)))
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Keep the workers' linear algebra to one thread each: more would fight over the same cores."""
+    before = {name: os.environ.get(name) for name in THREAD_VARIABLES}
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

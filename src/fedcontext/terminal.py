@@ -1,0 +1,92 @@
+"""What the terminal shows: live progress on standard error, tables on standard output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fedcontext.experiment import Experiment
+from fedcontext.records import RoundRecord
+from fedcontext.runner import OnRound
+from fedcontext.summary import LEVELS, Summary, median_rounds
+
+Summaries: TypeAlias = Mapping[str, Sequence[Summary]]  # by label, one for each seed
+
+out = Console()
+err = Console(stderr=True)
+
+
+@contextmanager
+def progress(what: str, total: int, quiet: bool) -> Iterator[OnRound]:
+    """Yield the function to call after every round; it moves a bar with an estimate of the time left."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[latest]}"),
+    )
+    with Progress(*columns, console=err, disable=quiet, transient=True) as bar:
+        task = bar.add_task(what, total=total, latest="")
+
+        def on_round(experiment: Experiment, record: RoundRecord) -> None:
+            values = "" if record.loss is None else f"loss {record.loss:.3f} accuracy {record.accuracy:.3f}"
+            bar.update(task, advance=1, latest=f"{experiment.algorithm} {values}")
+
+        yield on_round
+
+
+def comparison(title: str, summaries: Summaries) -> Table:
+    """Return the table that compares algorithms: mean ± standard deviation over seeds, rounds as medians."""
+    levels = "/".join(f"{level * 100:.0f}" for level in LEVELS)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("algorithm", no_wrap=True)
+    for heading in (
+        "final\nloss",
+        "final\naccuracy",
+        f"rounds to\n{levels} %",
+        "swing",
+        "loss\nrose",
+        "sim.\ns",
+        "MB\nup",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for label, runs in summaries.items():
+        rounds = [median_rounds([run.rounds_to[level] for run in runs]) for level in LEVELS]
+        table.add_row(
+            label,
+            spread([run.loss for run in runs]),
+            spread([run.accuracy for run in runs]),
+            "/".join(f"{count:g}" if np.isfinite(count) else "-" for count in rounds),
+            f"{np.mean([run.swing for run in runs]):.3f}",
+            f"{np.mean([run.rises for run in runs]):.0%}",
+            f"{np.mean([run.seconds for run in runs]):.0f}",
+            f"{np.mean([run.bytes_up for run in runs]) / 1e6:.1f}",
+        )
+    return table
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return mean ± standard deviation; a single value stands alone.
+
+    >>> spread([1.0, 2.0]), spread([0.5])
+    ('1.500±0.50', '0.500')
+    """
+    return f"{np.mean(values):.3f}" + (f"±{np.std(values):.2f}" if len(values) > 1 else "")
+
+
+def listing(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return a plain table."""
+    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    return table
