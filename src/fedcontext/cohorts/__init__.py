@@ -50,7 +50,8 @@ class Engine(Protocol):
 
 
 def _fast(data: FederatedData) -> Engine:
-    require("numba", extra="fast")
+    for module in ("numba", "threadpoolctl"):
+        require(module, extra="fast")
     from fedcontext.cohorts.fast import SoftmaxFast
 
     return SoftmaxFast(data)

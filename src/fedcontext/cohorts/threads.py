@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TypeVar
 
+from threadpoolctl import threadpool_limits
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -22,6 +24,8 @@ def workers() -> int:
 
 @cache
 def _helpers() -> ThreadPoolExecutor:
+    """Return the other threads. From here on BLAS keeps to one: its own would spin on the cores these work on."""
+    threadpool_limits(1, user_api="blas")
     return ThreadPoolExecutor(max(1, workers() - 1), thread_name_prefix="fedcontext")
 
 
