@@ -86,6 +86,7 @@ def run_peer(name: str, row: str, rounds: int, home: Path) -> dict[str, object] 
     peer, out = PEERS[name], home / "result.json"
     out.unlink(missing_ok=True)
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_HOME": str(home / "flwr")}
+    quiet["PYTHONPATH"] = str(HERE / "peers")
     command = [python_of(peer, home), str(HERE / "peers" / peer.script), str(home / "work"), row, str(rounds), str(out)]
     with (home / "last.log").open("w") as log:
         done = subprocess.run([*command, *peer.words], env={**os.environ, **quiet}, stdout=log, stderr=log)
