@@ -101,7 +101,7 @@ def judge(book: Book) -> list[Claim]:
             Claim(
                 "rounds",
                 f"{panel}: {factor} times fewer rounds than {' and '.join(others)} at every accuracy level",
-                f"median rounds of each of {', '.join(others)} at least {factor} times the better contextual version's, at every level that either reaches",
+                f"median rounds of each of {', '.join(others)} at least {factor} times the best contextual version's, at every level that either reaches",
                 tuple(evidence.fewer_rounds(results, panel, others, factor)),
             )
             for panel in ("MNIST", "FEMNIST")

@@ -15,6 +15,7 @@ from fedcontext.records import RoundRecord
 from fedcontext.summary import LEVELS, Summary, median_rounds, summarise
 
 CONTEXTUAL = ("FedAvg (Contextual)", "FedProx (Contextual)")
+COHORT_PROBES = "FedAvg (Contextual), K2 = 0"
 BASELINES = ("FedAvg", "FedProx", "FOLB")
 
 
@@ -157,7 +158,7 @@ def never_rises(results: Results) -> Iterator[Finding]:
     for sheet, panel in _panels(results, "comparison"):
         rises = {
             label: float(np.mean([s.rises for s in results.summaries("comparison", sheet, panel, label)]))
-            for label in (*CONTEXTUAL, "FedAvg (Contextual), K2 = 0")
+            for label in (*CONTEXTUAL, COHORT_PROBES)
         }
         numbers = "rounds in which the loss rose: " + ", ".join(f"{label} {rise:.1%}" for label, rise in rises.items())
         yield Finding(f"{sheet}, {panel}", numbers, all(rises[label] == 0 for label in CONTEXTUAL))
@@ -196,9 +197,9 @@ def fewer_rounds(results: Results, panel: str, others: Sequence[str], factor: fl
                     for level in LEVELS
                 ]
             )
-            for label in (*others, *CONTEXTUAL)
+            for label in (*others, *CONTEXTUAL, COHORT_PROBES)
         }
-        best = np.min([medians[label] for label in CONTEXTUAL], axis=0)
+        best = np.min([medians[label] for label in (*CONTEXTUAL, COHORT_PROBES)], axis=0)
         rival = np.min([medians[label] for label in others], axis=0)
         reached = np.isfinite(best) | np.isfinite(rival)
         holds = bool(
