@@ -176,7 +176,7 @@ def test_broken_leaf_files_are_named(tmp_path, text, message):
 
 
 def test_a_missing_leaf_folder_is_named(tmp_path):
-    with pytest.raises(FedcontextError, match="no LEAF .json file found"):
+    with pytest.raises(FedcontextError, match=r"no LEAF \.json file found"):
         datasets.load(f"leaf:{tmp_path}/nowhere")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -155,14 +156,12 @@ def prepare(experiment: Experiment, data: FederatedData | None = None) -> Simula
     data = data or load(experiment.dataset, experiment.data_seed)
     engine = engine_named(experiment.engine, data)
 
-    def measured() -> float:
-        everyone = np.arange(data.population)
-        weights = shares(data.train.sizes.astype(np.float64), data.population)
-        return curvature(lambda params: engine.gradient(params, everyone, weights), engine.start())
-
+    beta = smoothness_of(
+        experiment.smoothness, experiment.learning_rate, lambda: measured_smoothness(data, experiment.engine)
+    )
     knobs = Knobs(
         learning_rate=experiment.learning_rate,
-        smoothness=smoothness_of(experiment.smoothness, experiment.learning_rate, measured),
+        smoothness=beta,
         batch_size=experiment.batch_size,
         mu=experiment.mu,
         averaging=experiment.averaging,
@@ -185,6 +184,24 @@ def rounds(
         raise FedcontextError("give an Experiment or settings, not both")
     simulation = prepare(experiment or Experiment(**settings), data)
     return (record for _, record in simulation.play())
+
+
+@lru_cache(maxsize=4)
+def measured_smoothness(data: FederatedData, engine: str = "reference") -> float:
+    """Return the largest curvature of the loss over all devices, at the start and one gradient step on.
+
+    The first step away from zero params is where softmax regression bends most. It takes everyone's gradient some
+    forty times: a figure for studies, where a federation would tune β or estimate it from probes.
+    """
+    worker = engine_named(engine, data)
+    everyone, weights = np.arange(data.population), shares(data.train.sizes.astype(np.float64), data.population)
+
+    def slope(params: Structure) -> Structure:
+        return worker.gradient(params, everyone, weights)
+
+    start = worker.start()
+    beta = curvature(slope, start)
+    return max(beta, curvature(slope, start - slope(start) / beta))
 
 
 def _curvature_along(result: Aggregation, change: float) -> float | None:

@@ -1,4 +1,4 @@
-"""What β is: a number, the paper's 1 / learning rate, or the curvature of the loss measured at the start."""
+"""What β is: a number, the paper's 1 / learning rate, or the curvature of the loss, measured."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def curvature(
     gradient: Callable[[npt.NDArray[Any]], npt.NDArray[Any]],
     params: npt.NDArray[Any],
     *,
-    iterations: int = 15,
+    iterations: int = 10,
     reach: float = 1e-2,
 ) -> float:
     """Return the largest eigenvalue of the Hessian at ``params``, by Lanczos' method on differences of the gradient.
@@ -51,7 +51,8 @@ def curvature(
     def bend(direction: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the Hessian times ``direction``."""
         step = (reach * direction).astype(params.dtype)
-        return (gradient(params + step).astype(np.float64) - gradient(params - step)).ravel() / (2 * reach)
+        difference: npt.NDArray[Any] = gradient(params + step).astype(np.float64) - gradient(params - step)
+        return difference.ravel() / (2 * reach)
 
     basis = np.zeros((0, params.size))
     images = np.zeros((0, params.size))

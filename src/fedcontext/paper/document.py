@@ -26,7 +26,7 @@ regression from zero, stragglers kept, no deadline; the same seed gives all algo
 otherwise: K2 = N, gradients averaged by samples (so that K2 = N is the exact gradient of the loss shown), and the published learning rates
 (MNIST 0.03, FEMNIST 0.003, Synthetic 0.01) and rounds (100, 200, 200). The paper states neither learning rates, nor β's value, nor how FedAvg weighs
 devices; so both averagings (plain mean, eq. 2; by samples, as most code does), and two choices of β are shown: β = 1/lr, as printed, and the
-largest curvature of the loss at the start, measured. The loss is over all devices' training data, the accuracy over all their test data.
+largest curvature of the loss measured at the start and one gradient step on. The loss is over all devices' training data, the accuracy over all their test data.
 MNIST pixels are standardised over the whole set, test samples included, as published with FedProx. FEMNIST is a subset of 328 of LEAF's
 3,600 writers, short of those with most samples, about 70 % digits. Numbers are means over seeds with (lowest-highest); rounds are medians.
 """
