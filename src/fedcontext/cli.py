@@ -64,7 +64,10 @@ Every = Annotated[
 DataSeed = Annotated[
     int | None, typer.Option("--data-seed", help="For generating or partitioning the data. [default: 0]")
 ]
-EngineName = Annotated[str | None, typer.Option("--engine", help="Who does the local work: reference, fast or ray. [default: reference]")]
+EngineName = Annotated[
+    str | None,
+    typer.Option("--engine", help="Who does the local work: reference, fast or ray. [default: fast where installed]"),
+]
 Out = Annotated[Path, typer.Option(help="Directory for records and the TOML that repeats the run.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The result as JSON on standard output.")]

@@ -29,7 +29,7 @@ class Line:
     def experiment(self, seed: int, quick: bool = False) -> Experiment:
         """Return the run for one seed; the quick one has a few rounds only."""
         rounds = {"rounds": QUICK_ROUNDS} if quick else {}
-        return Experiment(**{**dict(self.settings), "seed": seed, "engine": ENGINE, **rounds})
+        return Experiment(**{**dict(self.settings), "seed": seed, **rounds})
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,6 @@ class Study:
     def quick_lines(self) -> tuple[Line, ...]:
         """Return the lines of the first picture: enough to see that everything works."""
         return tuple(line for line in self.lines if line.sheet == self.lines[0].sheet)
-
-
-ENGINE = "reference"
 
 
 def study_named(name: str) -> Study:
