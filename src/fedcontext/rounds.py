@@ -51,7 +51,7 @@ class Simulation:
 
     def step(self, state: State) -> tuple[State, RoundRecord]:
         """Return the state after one more round, and the record of it."""
-        plan = self._plan(state.number + 1)
+        plan = self.plan(state.number + 1)
         own = "own gradients" in self.algorithm.rule.needs or self._cohort_probes
         sizes = self.data.train.sizes
         got = answers(
@@ -81,7 +81,8 @@ class Simulation:
     def _cohort_probes(self) -> bool:
         return "gradient" in self.algorithm.rule.needs and self.experiment.k2 == 0
 
-    def _plan(self, number: int) -> RoundPlan:
+    def plan(self, number: int) -> RoundPlan:
+        """Return what round ``number`` asks of the devices."""
         experiment, needs = self.experiment, self.algorithm.rule.needs
         everyone = self.data.population
         outside = everyone - min(experiment.devices_per_round, everyone)
@@ -167,7 +168,9 @@ def prepare(experiment: Experiment, data: FederatedData | None = None) -> Simula
         averaging=experiment.averaging,
     )
     fleet = make_fleet(profile_named(experiment.fleet), data.population, experiment.seed)
-    return Simulation(experiment, data, engine, algorithm_named(experiment.algorithm, knobs), fleet)
+    simulation = Simulation(experiment, data, engine, algorithm_named(experiment.algorithm, knobs), fleet)
+    simulation.plan(1)  # what cannot be planned is refused here, before anything is written
+    return simulation
 
 
 def rounds(
