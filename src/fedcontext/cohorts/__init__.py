@@ -50,8 +50,7 @@ class Engine(Protocol):
 
 
 def _fast(data: FederatedData) -> Engine:
-    for module in ("numba", "threadpoolctl"):
-        require(module, extra="fast")
+    require("numba", extra="fast")
     from fedcontext.cohorts.fast import SoftmaxFast
 
     return SoftmaxFast(data)

@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TypeVar
-
-from threadpoolctl import threadpool_limits
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -25,7 +25,8 @@ def workers() -> int:
 @cache
 def _helpers() -> ThreadPoolExecutor:
     """Return the other threads. From here on BLAS keeps to one: its own would spin on the cores these work on."""
-    threadpool_limits(1, user_api="blas")
+    if find_spec("threadpoolctl"):
+        import_module("threadpoolctl").threadpool_limits(1, user_api="blas")
     return ThreadPoolExecutor(max(1, workers() - 1), thread_name_prefix="fedcontext")
 
 
