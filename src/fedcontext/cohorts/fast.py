@@ -12,7 +12,7 @@ from fedcontext.cohorts import kernels
 from fedcontext.cohorts.compiling import announced
 from fedcontext.cohorts.draws import compiled_orders
 from fedcontext.cohorts.threads import on_all_cores
-from fedcontext.datasets.federated import FederatedData, Split
+from fedcontext.datasets.federated import FederatedData, Samples, Split, is_everyone, judged
 from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray
 
@@ -29,7 +29,7 @@ class SoftmaxFast:
 
     def __init__(self, data: FederatedData, dtype: npt.DTypeLike = np.float32) -> None:
         self.data, self.dtype = data, np.dtype(dtype)
-        self.train_split, self.test_split = (_laid_out(split, self.dtype) for split in (data.train, data.test))
+        self.train_split, self.test_split = data.train.each(self._laid_out), data.test.each(self._laid_out)
         self._grams: dict[int, Matrix] = {}
         self._kept = 0
         self._factors: Matrix | None = None  # of each sample, in the last gradient over all devices
@@ -53,7 +53,7 @@ class SoftmaxFast:
 
     def _train_device(self, start: tuple[Matrix, Matrix], row: int, work: Work) -> Matrix:
         device, epochs, local = int(work.devices[row]), int(work.epochs[row]), work.local
-        features, labels = self._device(device)
+        features, labels = self.train_split.device(device)
         orders = self._orders(work.seed, work.number, device, len(labels), epochs)
         update = np.empty((self.data.dimension + 1, self.data.classes), self.dtype)
         size = min(local.batch_size, len(labels))
@@ -84,7 +84,7 @@ class SoftmaxFast:
         start = _by_class(self._checked(params))
 
         def own(device: int) -> Matrix:
-            features, labels = self._device(device)
+            features, labels = self.train_split.device(device)
             slope, factors = np.empty_like(params), np.full(len(labels), 1 / len(labels), self.dtype)
             kernels.sweep(features, labels, factors, *start, slope, True)
             return slope
@@ -98,7 +98,7 @@ class SoftmaxFast:
         round, and the next one finds it ready.
         """
         params = self._checked(params)
-        if not np.array_equal(devices, np.arange(self.data.population)):
+        if not is_everyone(self.train_split, devices):
             pairs = zip(weights, self.gradients(params, devices), strict=True)
             return sum((weight * own for weight, own in pairs), np.zeros(params.shape)).astype(self.dtype)
         sizes = self.train_split.sizes
@@ -119,17 +119,17 @@ class SoftmaxFast:
         loss, slope = self._pass_over_train(params)
         self._ahead = params.copy(), slope
         hits = sum(hits for _, hits, _ in _sweep(test, params, None))
-        return loss / len(self.train_split.labels), hits / max(1, len(test.labels))
+        return loss / len(judged(self.train_split).labels), hits / max(1, len(test.labels))
 
     def _pass_over_train(self, params: Matrix) -> tuple[float, Matrix]:
         """Return the sum of all training losses, and Σ factors · gradients where factors are set."""
-        parts = _sweep(self.train_split, params, self._factors)
+        parts = _sweep(judged(self.train_split), params, self._factors)
         slope = sum((slope for _, _, slope in parts), np.zeros(params.shape))
         return sum(loss for loss, _, _ in parts), slope.astype(self.dtype)
 
-    def _device(self, device: int) -> tuple[Matrix, IntArray]:
-        rows = self.train_split.rows(device)
-        return self.train_split.features[rows], self.train_split.labels[rows]
+    def _laid_out(self, samples: Samples) -> Samples:
+        """Return samples row by row in memory (they mostly are), read-only so that there is one kind to compile for."""
+        return _sealed(samples[0], self.dtype), _sealed(samples[1], np.dtype(np.int64))
 
     def _checked(self, params: Matrix) -> Matrix:
         shape = (self.data.dimension + 1, self.data.classes)
@@ -151,11 +151,6 @@ class SoftmaxFast:
 def _by_class(params: Matrix) -> tuple[Matrix, Matrix]:
     """Return weights (C, d), a row of memory for each class, and biases (C,)."""
     return np.ascontiguousarray(params[:-1].T), np.ascontiguousarray(params[-1])
-
-
-def _laid_out(split: Split, dtype: np.dtype[Any]) -> Split:
-    """Return the split row by row in memory (it mostly is), and read-only, so that there is one kind to compile for."""
-    return Split(_sealed(split.features, dtype), _sealed(split.labels, np.dtype(np.int64)), split.offsets)
 
 
 def _sealed(array: Matrix, dtype: np.dtype[Any]) -> Matrix:
