@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint reproduction clean
+.PHONY: demo test lint reproduction bench clean
 
 demo: .venv/demo.done  ## Compare five algorithms on Synthetic_1_1: a table and docs/figures/demo.png
 	$(BIN)/fedcontext compare --dataset synthetic-1-1 --rounds 60 --seeds 0,1,2 --k2 0 --smoothness measured \
@@ -19,6 +19,9 @@ lint: .venv/test.done
 reproduction: .venv/test.done  ## All experiments of the paper in full, the figures and docs/reproduction.md
 	$(BIN)/fedcontext reproduce all --out runs/paper
 	$(BIN)/fedcontext reproduce claims --out runs/paper --docs docs
+
+bench: .venv/test.done  ## Us and the peers side by side, each in its own environment; ARGS=--quick for a trial
+	$(BIN)/python benchmarks/run.py $(ARGS)
 
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv

@@ -56,7 +56,14 @@ def _fast(data: FederatedData) -> Engine:
     return SoftmaxFast(data)
 
 
-ENGINES: dict[str, Callable[[FederatedData], Engine]] = {"reference": SoftmaxReference, "fast": _fast}
+def _ray(data: FederatedData) -> Engine:
+    require("ray", extra="ray")
+    from fedcontext.cohorts.ray import SoftmaxRay
+
+    return SoftmaxRay(data)
+
+
+ENGINES: dict[str, Callable[[FederatedData], Engine]] = {"reference": SoftmaxReference, "fast": _fast, "ray": _ray}
 
 
 def engine_named(name: str, data: FederatedData) -> Engine:

@@ -11,6 +11,7 @@ from fedcontext.arrays import FloatArray
 from fedcontext.cohorts import kernels
 from fedcontext.cohorts.compiling import announced
 from fedcontext.cohorts.draws import compiled_orders
+from fedcontext.cohorts.softmax import weighted_sum
 from fedcontext.cohorts.threads import on_all_cores
 from fedcontext.datasets.federated import FederatedData, Samples, Split, is_everyone, judged
 from fedcontext.errors import FedcontextError
@@ -58,17 +59,20 @@ class SoftmaxFast:
         update = np.empty((self.data.dimension + 1, self.data.classes), self.dtype)
         size = min(local.batch_size, len(labels))
         given = (features, labels, orders, size, float(local.learning_rate), float(local.mu), *start, update)
-        if self._spans(device, len(labels), epochs):
+        if self._spans(len(labels), epochs):
             kernels.descend_in_span(*given, self._gram(device, features))
         else:
             kernels.descend(*given)
         return update
 
-    def _spans(self, device: int, count: int, epochs: int) -> bool:
-        """Return whether the steps cost fewer products in the span of the device's samples than in the features."""
+    def _spans(self, count: int, epochs: int) -> bool:
+        """Return whether steps in the span of the device's samples cost fewer products than steps in the features.
+
+        The inner products are counted even where they are kept already: a result must not depend on what came before.
+        """
         dimension, classes = self.data.dimension, self.data.classes
-        once = 0 if device in self._grams else count * count * dimension // 2
-        return once + count * classes * (2 * dimension + epochs * count) < epochs * count * classes * 2 * dimension
+        spans = count * count * dimension // 2 + count * classes * (2 * dimension + epochs * count)
+        return spans < epochs * count * classes * 2 * dimension
 
     def _gram(self, device: int, features: Matrix) -> Matrix:
         found = self._grams.get(device)
@@ -99,8 +103,7 @@ class SoftmaxFast:
         """
         params = self._checked(params)
         if not is_everyone(self.train_split, devices):
-            pairs = zip(weights, self.gradients(params, devices), strict=True)
-            return sum((weight * own for weight, own in pairs), np.zeros(params.shape)).astype(self.dtype)
+            return weighted_sum(weights, self.gradients(params, devices))
         sizes = self.train_split.sizes
         factors = np.repeat(weights / sizes, sizes).astype(self.dtype)
         if self._factors is None or not np.array_equal(factors, self._factors):
@@ -150,7 +153,7 @@ class SoftmaxFast:
 
 def _by_class(params: Matrix) -> tuple[Matrix, Matrix]:
     """Return weights (C, d), a row of memory for each class, and biases (C,)."""
-    return np.ascontiguousarray(params[:-1].T), np.ascontiguousarray(params[-1])
+    return params[:-1].T.copy(order="C"), params[-1].copy()
 
 
 def _sealed(array: Matrix, dtype: np.dtype[Any]) -> Matrix:
