@@ -2,6 +2,8 @@
 
 import os
 import signal
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -61,18 +63,27 @@ def test_the_number_of_workers_changes_nothing(two, data):
     assert same(two.train(params, work_of(range(12))), one.train(params, work_of(range(12))))
 
 
-def test_a_lost_workers_devices_are_run_again(two, data):
-    alone, params = engine_named("fast", data), two.start()
+def test_the_devices_of_a_worker_lost_between_rounds_are_run_on_a_new_one(two, data):
+    params = two.start()
     ray.kill(two.workers[0], no_restart=False)
-    assert same(two.train(params, work_of(range(12), 2)), alone.train(params, work_of(range(12), 2)))
-    killer = ray.remote(num_cpus=0)(_kill)
-    pids = ray.get([worker.__ray_call__.remote(lambda _: os.getpid()) for worker in two.workers])
-    ray.get(killer.remote(pids[1]))
-    assert same(two.train(params, work_of(range(12), 3)), alone.train(params, work_of(range(12), 3)))
+    expected = engine_named("fast", data).train(params, work_of(range(12), 2))
+    assert same(two.train(params, work_of(range(12), 2)), expected)
 
 
-def _kill(pid):
-    os.kill(pid, signal.SIGKILL)
+def test_the_devices_of_a_worker_lost_at_work_are_run_again(two, data):
+    params, work = two.start(), replace(work_of(range(12), 3), epochs=np.full(12, 300))
+    before = pids_of(two)
+    killer = threading.Timer(0.1, os.kill, (before[1], signal.SIGKILL))
+    killer.start()
+    updates = two.train(params, work)
+    killer.join()
+    assert same(updates, engine_named("fast", data).train(params, work))
+    assert pids_of(two)[0] == before[0]
+    assert pids_of(two)[1] != before[1]
+
+
+def pids_of(engine):
+    return ray.get([worker.__ray_call__.remote(lambda _: os.getpid()) for worker in engine.workers])
 
 
 def test_whole_runs_are_those_of_one_machine(cluster, data):
