@@ -65,7 +65,7 @@ def test_the_number_of_workers_changes_nothing(two, data):
 
 def test_the_devices_of_a_worker_lost_between_rounds_are_run_on_a_new_one(two, data):
     params = two.start()
-    ray.kill(two.workers[0], no_restart=False)
+    ray.kill(two.workers[0])
     expected = engine_named("fast", data).train(params, work_of(range(12), 2))
     assert same(two.train(params, work_of(range(12), 2)), expected)
 
@@ -80,6 +80,15 @@ def test_the_devices_of_a_worker_lost_at_work_are_run_again(two, data):
     assert same(updates, engine_named("fast", data).train(params, work))
     assert pids_of(two)[0] == before[0]
     assert pids_of(two)[1] != before[1]
+
+
+def test_workers_that_are_always_lost_end_in_a_sentence(two):
+    def task(worker, rows):
+        ray.kill(worker)
+        return worker.gradients.remote(two.start(), rows)
+
+    with pytest.raises(fc.FedcontextError, match="lost in each of 4 tries"):
+        two._shared_out(task, np.ones(2, np.int64))
 
 
 def pids_of(engine):

@@ -1,7 +1,7 @@
 """The same rounds on a Ray cluster: devices shared out over workers, each of which was sent the data once.
 
 A device's update depends on the plan alone, so results are those of one machine, whatever the number of workers and
-whichever of them are lost on the way. Ray starts a lost worker again and repeats what it was doing.
+whichever of them are lost on the way: another takes the place of a lost one, and its devices are run again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fedcontext.cohorts import Work
 
 Matrix = npt.NDArray[Any]
-RETRIES = 3  # of a worker's task, each on a worker started again
+RETRIES = 3  # of a task whose worker was lost
 
 
 class SoftmaxRay:
@@ -38,10 +38,11 @@ class SoftmaxRay:
         name = engine or ("fast" if find_spec("numba") else "reference")
         self.here = engine_named(name, data)
         count = workers or max(1, int(self.ray.cluster_resources().get("CPU", 1)))
-        lasting = {"max_restarts": -1, "max_task_retries": RETRIES, "scheduling_strategy": "SPREAD"}
-        make = self.ray.remote(**lasting)(_Worker)  # holds no core while idle, so that engines can share a cluster
         sent = self.ray.put(data)
-        self.workers = [make.remote(sent, name) for _ in range(count)]
+        # A worker holds no core while it is idle, so that several engines can share a cluster.
+        make = self.ray.remote(scheduling_strategy="SPREAD")(_Worker)
+        self._new_worker: Callable[[], Any] = lambda: make.remote(sent, name)
+        self.workers = [self._new_worker() for _ in range(count)]
 
     def start(self) -> Matrix:
         """Return zeros: every class equally likely."""
@@ -76,19 +77,20 @@ class SoftmaxRay:
         return self.here.evaluate(params)
 
     def _shared_out(self, task: Callable[[Any, IntArray], Any], cost: IntArray) -> list[Matrix]:
-        """Return what the workers answer for each row; the costly rows are dealt out first, so that shares are even."""
-        longest = np.argsort(-cost, kind="stable")
-        hands = [longest[place :: len(self.workers)] for place in range(len(self.workers))]
-        asked = [(rows, task(worker, rows)) for worker, rows in zip(self.workers, hands, strict=True) if len(rows)]
+        """Return what the workers answer for each row; costly rows are dealt out first, lost ones dealt out again."""
         found: dict[int, Matrix] = {}
-        for rows, answer in asked:
-            try:
-                found |= zip(rows.tolist(), self.ray.get(answer), strict=True)
-            except self.ray.exceptions.RayActorError as error:
-                raise FedcontextError(
-                    f"a Ray worker was lost more than {RETRIES} times at one task: {error}"
-                ) from error
-        return [found[row] for row in range(len(cost))]
+        for _ in range(RETRIES + 1):
+            left = np.array([row for row in np.argsort(-cost, kind="stable") if row not in found])
+            hands = [left[place :: len(self.workers)] for place in range(len(self.workers))]
+            asked = [(place, rows, task(self.workers[place], rows)) for place, rows in enumerate(hands) if len(rows)]
+            for place, rows, answer in asked:
+                try:
+                    found |= zip(rows.tolist(), self.ray.get(answer), strict=True)
+                except self.ray.exceptions.RayActorError:
+                    self.workers[place] = self._new_worker()
+            if len(found) == len(cost):
+                return [found[row] for row in range(len(cost))]
+        raise FedcontextError(f"a Ray worker was lost in each of {RETRIES + 1} tries at one task: see Ray's logs")
 
 
 class _Worker:
