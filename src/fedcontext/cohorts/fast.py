@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Matrix = npt.NDArray[Any]
 ROWS = 4096  # samples of one task in a pass over all data
 GRAM_COST, SPAN_COST = 1.4, 1.9  # of a product in `gram` and `descend_in_span`, measured against one in `descend`
+SPAN_LIMIT = 4096  # samples, so that the inner products of one device stay under 64 MB in float32
 GRAM_BYTES = 256 * 2**20  # kept inner products of devices' samples, in all
 
 
@@ -74,7 +75,7 @@ class SoftmaxFast:
         dimension, classes = self.data.dimension, self.data.classes
         in_features = 2 * dimension * classes * epochs
         in_span = 2 * dimension * classes + count * (GRAM_COST * dimension / 2 + SPAN_COST * classes * epochs)
-        return in_span < in_features
+        return count <= SPAN_LIMIT and in_span < in_features
 
     def _gram(self, device: int, features: Matrix) -> Matrix:
         found = self._grams.get(device)
