@@ -32,6 +32,7 @@ class SoftmaxFast:
 
     def __init__(self, data: FederatedData, dtype: npt.DTypeLike = np.float32) -> None:
         self.data, self.dtype = data, np.dtype(dtype)
+        self.dimension, self.classes = data.dimension, data.classes
         self.train_split, self.test_split = data.train.each(self._laid_out), data.test.each(self._laid_out)
         self._grams: dict[int, Matrix] = {}
         self._kept = 0
@@ -44,35 +45,34 @@ class SoftmaxFast:
 
     def start(self) -> Matrix:
         """Return zeros: every class equally likely."""
-        return np.zeros((self.data.dimension + 1, self.data.classes), self.dtype)
+        return np.zeros((self.dimension + 1, self.classes), self.dtype)
 
     def train(self, params: Matrix, work: Work) -> list[Matrix]:
         """Return each device's update: mini-batch SGD on F_k(w) + (μ/2)‖w - wᵗ‖² from ``params``."""
         params = self._checked(params)
         longest = np.argsort(-work.epochs * self.train_split.sizes[work.devices], kind="stable")
-        start = _by_class(params)
-        updates = on_all_cores(lambda row: self._train_device(start, row, work), longest.tolist())
-        return [update for _, update in sorted(zip(longest.tolist(), updates, strict=True), key=lambda pair: pair[0])]
+        start, updates = _by_class(params), [np.empty_like(params) for _ in longest]
+        told = [(int(work.devices[row]), int(work.epochs[row]), updates[row]) for row in longest]
+        on_all_cores(lambda each: self._train_device(start, work, *each), told)
+        return updates
 
-    def _train_device(self, start: tuple[Matrix, Matrix], row: int, work: Work) -> Matrix:
-        device, epochs, local = int(work.devices[row]), int(work.epochs[row]), work.local
+    def _train_device(self, start: tuple[Matrix, Matrix], work: Work, device: int, epochs: int, update: Matrix) -> None:
+        local = work.local
         features, labels = self.train_split.device(device)
         orders = self._orders(work.seed, work.number, device, len(labels), epochs)
-        update = np.empty((self.data.dimension + 1, self.data.classes), self.dtype)
         size = min(local.batch_size, len(labels))
         given = (features, labels, orders, size, float(local.learning_rate), float(local.mu), *start, update)
         if self._spans(len(labels), epochs):
             kernels.descend_in_span(*given, self._gram(device, features))
         else:
             kernels.descend(*given)
-        return update
 
     def _spans(self, count: int, epochs: int) -> bool:
         """Return whether steps in the span of the device's samples take less time than steps in the features.
 
         The inner products are counted even where they are kept already: a result must not depend on what came before.
         """
-        dimension, classes = self.data.dimension, self.data.classes
+        dimension, classes = self.dimension, self.classes
         in_features = 2 * dimension * classes * epochs
         in_span = 2 * dimension * classes + count * (GRAM_COST * dimension / 2 + SPAN_COST * classes * epochs)
         return count <= SPAN_LIMIT and in_span < in_features
@@ -138,7 +138,7 @@ class SoftmaxFast:
         return _sealed(samples[0], self.dtype), _sealed(samples[1], np.dtype(np.int64))
 
     def _checked(self, params: Matrix) -> Matrix:
-        shape = (self.data.dimension + 1, self.data.classes)
+        shape = (self.dimension + 1, self.classes)
         if params.shape != shape or params.dtype != self.dtype:
             raise FedcontextError(f"params must be {self.dtype} {shape}, got {params.dtype} {params.shape}")
         return np.ascontiguousarray(params)
