@@ -65,6 +65,10 @@ DataSeed = Annotated[
     int | None, typer.Option("--data-seed", help="For generating or partitioning the data. [default: 0]")
 ]
 EngineName = Annotated[str | None, typer.Option("--engine", help="Who does the local work. [default: reference]")]
+Model = Annotated[
+    str | None, typer.Option(help="softmax, logistic, cnn or resnet18 (engine module). [default: softmax]")
+]
+Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda (engine module). [default: auto]")]
 Out = Annotated[Path, typer.Option(help="Directory for records and the TOML that repeats the run.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The result as JSON on standard output.")]
@@ -113,6 +117,8 @@ def run(
     data_seed: DataSeed = None,
     eval_every: Every = None,
     engine: EngineName = None,
+    model: Model = None,
+    device: Device = None,
     out_dir: Annotated[
         Path, typer.Option("--out", help="Directory for records and the TOML that repeats the run.")
     ] = Path("runs"),
@@ -158,6 +164,8 @@ def compare(
     data_seed: DataSeed = None,
     eval_every: Every = None,
     engine: EngineName = None,
+    model: Model = None,
+    device: Device = None,
     out_dir: Annotated[
         Path, typer.Option("--out", help="Directory for records and the TOML files that repeat the runs.")
     ] = Path("runs"),

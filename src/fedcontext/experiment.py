@@ -46,6 +46,8 @@ class Experiment:
     over_select: float = 0.0
     eval_every: int = 1
     engine: str = "reference"
+    model: str = "softmax"  # logistic (the same), cnn or resnet18: for the module engine
+    device: str = "auto"  # where that engine computes: cpu, cuda; auto is a GPU where there is one
 
     def __post_init__(self) -> None:
         kind = self.dataset.split("-")[0].split(":")[0]

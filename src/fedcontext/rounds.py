@@ -20,7 +20,7 @@ from fedcontext.geometry import shares
 from fedcontext.plan import IntArray, RoundPlan, plan_round
 from fedcontext.records import RoundRecord
 from fedcontext.rules import State as RuleState
-from fedcontext.smoothness import curvature, smoothness_of
+from fedcontext.smoothness import as_vector, curvature, smoothness_of
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,7 @@ class Simulation:
             samples=self.data.train.sizes[devices],
             pool=dict(zip(pool.tolist(), updates[len(devices) :], strict=True)),
             state=state.rule,
+            buffers=getattr(self.engine, "buffers", ()),
         )
 
     def _probe_weights(self, devices: IntArray) -> FloatArray:
@@ -153,12 +154,14 @@ class Simulation:
 def prepare(experiment: Experiment, data: FederatedData | None = None) -> Simulation:
     """Return ``experiment`` ready to run, on its data set or on the ``data`` given."""
     data = data or load(experiment.dataset, experiment.data_seed)
-    engine = engine_named(experiment.engine, data)
+    engine = engine_named(experiment.engine, data, experiment.model, experiment.device, experiment.seed)
 
     def measured() -> float:
         everyone = np.arange(data.population)
         weights = shares(data.train.sizes.astype(np.float64), data.population)
-        return curvature(lambda params: engine.gradient(params, everyone, weights), engine.start())
+        start = engine.start()
+        vector, back = as_vector(start, getattr(engine, "buffers", ()))
+        return curvature(lambda at: as_vector(engine.gradient(back(at), everyone, weights))[0], vector)
 
     knobs = Knobs(
         learning_rate=experiment.learning_rate,

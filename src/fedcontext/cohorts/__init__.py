@@ -49,11 +49,22 @@ class Engine(Protocol):
         ...
 
 
-ENGINES: dict[str, Callable[[FederatedData], Engine]] = {"reference": SoftmaxReference}
+def _module(data: FederatedData, model: str = "softmax", device: str = "auto", seed: int = 0) -> Engine:
+    from fedcontext.cohorts.module import module_engine  # needs PyTorch
+
+    return module_engine(data, model, device, seed)
 
 
-def engine_named(name: str, data: FederatedData) -> Engine:
-    """Return an engine of the table, ready to work on ``data``."""
+ENGINES: dict[str, Callable[[FederatedData], Engine]] = {"reference": SoftmaxReference, "module": _module}
+
+
+def engine_named(name: str, data: FederatedData, model: str = "softmax", device: str = "auto", seed: int = 0) -> Engine:
+    """Return an engine of the table, ready to work on ``data``; only "module" knows other models and devices."""
     if name not in ENGINES:
         raise FedcontextError(f"engine must be one of {', '.join(ENGINES)}, got {name!r}")
+    if name == "module":
+        return _module(data, model, device, seed)
+    for what, asked, only in (("model", model, ("softmax", "logistic")), ("device", device, ("auto", "cpu"))):
+        if asked not in only:
+            raise FedcontextError(f"{what} {asked} needs engine module, got {name!r}")
     return ENGINES[name](data)
