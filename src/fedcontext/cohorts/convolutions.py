@@ -20,7 +20,8 @@ class _Product(nn.Conv2d):
         sides = (x.shape[-2], x.shape[-1])
         reach = [self.dilation[i] * (self.kernel_size[i] - 1) for i in (0, 1)]
         height, width = ((sides[i] + 2 * int(self.padding[i]) - reach[i] - 1) // self.stride[i] + 1 for i in (0, 1))
-        products = self.weight.flatten(1) @ self._columns(x, height, width)  # (n, out, height · width)
+        kernels = self.weight.flatten(1).expand(len(x), -1, -1)
+        products = torch.bmm(kernels, self._columns(x, height, width))  # (n, out, height · width)
         if self.bias is not None:
             products = products + self.bias[:, None]
         return products.reshape(*products.shape[:-1], height, width)

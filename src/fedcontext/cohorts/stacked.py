@@ -104,7 +104,7 @@ class AtOnce:
         draw = generator(work.seed, work.number, Stream.DROPOUT, int(work.devices[chosen[0]]))
         with self.learner.mode(training=True), seeded(self.learner.device, int(draw.integers(2**62))):
             result = stage.run(params, steps)
-        self.stage = stage
+        self.stage, self.speed = stage, stage.speed  # what could not be had is not tried again
         return result
 
     @torch.no_grad()

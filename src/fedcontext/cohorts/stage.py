@@ -93,6 +93,7 @@ class Stage:
         halves = range(1 if speed == "compile" else 1 + width.bit_length())
         self.counts = sorted({math.ceil(width / 2**half) for half in halves})
         self.replays: dict[int, Callable[[], None]] = {}
+        self.graphs: list[torch.cuda.CUDAGraph] = []  # all share the first one's scratch memory
 
     def run(self, params: Params, steps: Steps) -> Stack:
         """Return the updates of the devices in ``steps``."""
@@ -132,7 +133,7 @@ class Stage:
         if self.speed == "plain":
             return step
         try:
-            return _graph(step)
+            return _graph(step, self.graphs)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # compilers and drivers fail in many ways; the plain step does the same work
@@ -166,8 +167,8 @@ class Stage:
             tensor.addcmul_(slope, _along(rates, tensor), value=-1)
 
 
-def _graph(step: Callable[[], None]) -> Callable[[], None]:
-    """Return the replay of ``step`` as one CUDA graph; the step runs a few times first."""
+def _graph(step: Callable[[], None], others: list[torch.cuda.CUDAGraph]) -> Callable[[], None]:
+    """Return the replay of ``step`` as one CUDA graph, in the scratch memory of the ``others``; it runs before."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -175,8 +176,9 @@ def _graph(step: Callable[[], None]) -> Callable[[], None]:
             step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=others[0].pool() if others else None):
         step()
+    others.append(graph)
     return graph.replay
 
 
