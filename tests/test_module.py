@@ -140,6 +140,14 @@ def test_whole_runs_match_the_reference_engine(algorithm, k2):
         np.testing.assert_allclose(one.weights, other.weights, rtol=1e-3, atol=1e-3)
 
 
+def test_momentum_decay_and_clipping_reach_a_run():
+    settings = {"algorithm": "fedavg", "rounds": 1, "devices_per_round": 5, "data": some_data(), "engine": "module"}
+    losses = {next(iter(fc.rounds(**settings, device="cpu"))).loss}
+    for more in ({"momentum": 0.9}, {"weight_decay": 0.5}, {"clip": 0.01}):
+        losses.add(next(iter(fc.rounds(**settings, **more, device="cpu"))).loss)
+    assert len(losses) == 4
+
+
 def test_measured_smoothness_is_the_reference_engines():
     settings = {"dataset": "synthetic-iid", "rounds": 1, "smoothness": "measured", "epochs": (1, 1)}
     (theirs,) = fc.rounds(**settings)
@@ -237,10 +245,7 @@ def test_a_whole_run_with_batch_norm_improves():
     data = fc.load("synthetic-iid")
     module = nn.Sequential(nn.Linear(60, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
     settings = {"algorithm": "fedavg", "rounds": 3, "epochs": (1, 2), "batch_size": 10_000}
-    simulation = fc.prepare(fc.Experiment(dataset="synthetic-iid", **settings), data)
-    simulation = fc.Simulation(
-        simulation.experiment, data, ModuleEngine(data, module, **CPU), simulation.algorithm, simulation.fleet
-    )
+    simulation = fc.prepare(fc.Experiment(**settings), data, ModuleEngine(data, module, **CPU))
     losses = [record.loss for _, record in simulation.play()]
     assert losses[-1] < losses[0]
 

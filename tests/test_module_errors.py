@@ -189,6 +189,6 @@ def test_experiments_refuse_models_and_devices_that_do_not_fit(settings, sentenc
 
 
 def test_other_engines_refuse_momentum():
-    engine = fc.prepare(fc.Experiment(dataset="synthetic-iid", rounds=1)).engine
+    simulation = fc.prepare(fc.Experiment(dataset="synthetic-iid", rounds=1, momentum=0.9))
     with pytest.raises(FedcontextError, match=r"engine reference knows no momentum, got 0\.9: use engine module"):
-        engine.train(engine.start(), some_work(Local(0.1, 10, momentum=0.9)))
+        next(simulation.play())

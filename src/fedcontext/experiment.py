@@ -47,6 +47,9 @@ class Experiment:
     eval_every: int = 1
     engine: str = "reference"
     model: str = "softmax"  # logistic (the same), cnn or resnet18: for the module engine
+    momentum: float = 0.0  # this and the next two: for the module engine
+    weight_decay: float = 0.0
+    clip: float = 0.0  # the largest norm of a batch's gradient; 0: any
     device: str = "auto"  # where that engine computes: cpu, cuda; auto is a GPU where there is one
 
     def __post_init__(self) -> None:

@@ -151,10 +151,10 @@ class Simulation:
         )
 
 
-def prepare(experiment: Experiment, data: FederatedData | None = None) -> Simulation:
-    """Return ``experiment`` ready to run, on its data set or on the ``data`` given."""
+def prepare(experiment: Experiment, data: FederatedData | None = None, engine: Engine | None = None) -> Simulation:
+    """Return ``experiment`` ready to run, on its data set or on the ``data`` given, with its engine or the one given."""
     data = data or load(experiment.dataset, experiment.data_seed)
-    engine = engine_named(experiment.engine, data, experiment.model, experiment.device, experiment.seed)
+    engine = engine or engine_named(experiment.engine, data, experiment.model, experiment.device, experiment.seed)
 
     def measured() -> float:
         everyone = np.arange(data.population)
@@ -171,7 +171,10 @@ def prepare(experiment: Experiment, data: FederatedData | None = None) -> Simula
         averaging=experiment.averaging,
     )
     fleet = make_fleet(profile_named(experiment.fleet), data.population, experiment.seed)
-    return Simulation(experiment, data, engine, algorithm_named(experiment.algorithm, knobs), fleet)
+    algorithm = algorithm_named(experiment.algorithm, knobs)
+    more = {name: getattr(experiment, name) for name in ("momentum", "weight_decay", "clip")}
+    algorithm = replace(algorithm, local=replace(algorithm.local, **more))
+    return Simulation(experiment, data, engine, algorithm, fleet)
 
 
 def rounds(

@@ -29,7 +29,7 @@ from torch import Tensor, nn  # noqa: E402
 if TYPE_CHECKING:
     from fedcontext.cohorts import Work
 
-PASS = 2**20  # numbers in the samples of one pass over data; activations take a multiple of that
+PASS = {"cpu": 2**20, "cuda": 2**23}  # numbers in the samples of one pass over data; activations take a multiple
 
 
 class ModuleEngine:
@@ -53,11 +53,9 @@ class ModuleEngine:
     >>> engine = ModuleEngine(data, lambda: nn.Sequential(nn.Linear(60, 16), nn.ReLU(), nn.Linear(16, 10)))
     >>> list(engine.start())
     ['0.weight', '0.bias', '2.weight', '2.bias']
-    >>> from fedcontext.cohorts import Work
-    >>> work = Work(seed=0, number=1, devices=np.arange(3), epochs=np.ones(3, int), local=fc.local.sgd(0.1))
-    >>> updates = engine.train(engine.start(), work)
-    >>> result = fc.aggregate(engine.start(), updates, rule=fc.mean(), buffers=engine.buffers)
-    >>> engine.evaluate(result.params)[0] < engine.evaluate(engine.start())[0]
+    >>> experiment = fc.Experiment(algorithm="fedavg", rounds=2, epochs=(1, 1), learning_rate=0.1, momentum=0.9)
+    >>> records = [record for _, record in fc.prepare(experiment, data, engine).play()]
+    >>> records[1].loss < records[0].loss
     True
     """
 
@@ -98,7 +96,7 @@ class ModuleEngine:
         self.at_once = on_gpu and not hindrance if at_once is None else at_once
         self.stacked = AtOnce(self.learner, self.split, chunk, speed)
         self.buffers = self.learner.constants  # leaves for the door to average: no gradient moves them
-        self.rows = max(16, min(4096, PASS // max(1, data.dimension)))
+        self.rows = max(16, min(4096, PASS.get(self.learner.device.type, 2**20) // max(1, data.dimension)))
 
     def start(self) -> dict[str, Tensor]:
         """Return a copy of the module's ``state_dict``."""
