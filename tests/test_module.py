@@ -132,7 +132,7 @@ def test_whole_runs_match_the_reference_engine(algorithm, k2):
     data = some_data(sizes=range(1, 40, 3))
     settings = {"algorithm": algorithm, "rounds": 3, "devices_per_round": 5, "epochs": (1, 3), "k2": k2, "pool": 4}
     settings |= {"learning_rate": 0.1, "data": data}
-    theirs = list(fc.rounds(**settings))
+    theirs = list(fc.rounds(**settings, engine="reference"))
     ours = list(fc.rounds(**settings, engine="module", model="logistic", device="cpu"))
     for one, other in zip(ours, theirs, strict=True):
         assert one.devices == other.devices
@@ -150,7 +150,7 @@ def test_momentum_decay_and_clipping_reach_a_run():
 
 def test_measured_smoothness_is_the_reference_engines():
     settings = {"dataset": "synthetic-iid", "rounds": 1, "smoothness": "measured", "epochs": (1, 1)}
-    (theirs,) = fc.rounds(**settings)
+    (theirs,) = fc.rounds(**settings, engine="reference")
     (ours,) = fc.rounds(**settings, engine="module", device="cpu")
     assert ours.smoothness == pytest.approx(theirs.smoothness, rel=0.03)
 

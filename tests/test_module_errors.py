@@ -177,7 +177,8 @@ def test_speed_that_cannot_be_had_falls_back_with_a_warning(speed):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"model": "cnn"}, "model cnn needs engine module, got 'reference'"),
+        ({"engine": "reference", "model": "cnn"}, "model cnn needs engine module, got 'reference'"),
+        ({"engine": "reference", "device": "cuda"}, "device cuda needs engine module, got 'reference'"),
         ({"engine": "module", "model": "gpt"}, "model must be one of softmax, logistic, cnn, resnet18, got 'gpt'"),
         ({"engine": "module", "model": "cnn"}, "features must form a square image of 1 or 3 channels"),
         ({"engine": "module", "device": "tpu"}, "device must be auto, cpu or cuda, got 'tpu'"),
@@ -188,7 +189,10 @@ def test_experiments_refuse_models_and_devices_that_do_not_fit(settings, sentenc
         fc.rounds(dataset="synthetic-iid", rounds=1, **settings)
 
 
-def test_other_engines_refuse_momentum():
-    simulation = fc.prepare(fc.Experiment(dataset="synthetic-iid", rounds=1, momentum=0.9))
-    with pytest.raises(FedcontextError, match=r"engine reference knows no momentum, got 0\.9: use engine module"):
+@pytest.mark.parametrize("engine", ["reference", "fast"])
+def test_other_engines_refuse_momentum(engine):
+    if engine == "fast":
+        pytest.importorskip("numba")
+    simulation = fc.prepare(fc.Experiment(dataset="synthetic-iid", rounds=1, momentum=0.9, engine=engine))
+    with pytest.raises(FedcontextError, match=rf"engine {engine} knows no momentum, got 0\.9: use engine module"):
         next(simulation.play())
