@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fedcontext as fc
-from fedcontext.cohorts import Work
+from fedcontext.cohorts import Work, stage
 from fedcontext.cohorts.convolutions import converted
 from fedcontext.cohorts.models import cnn, logistic, resnet18
 from fedcontext.cohorts.module import ModuleEngine
@@ -73,6 +73,51 @@ def test_chunks_change_nothing(chunk):
     for number in (1, 2):  # the second round reuses the places of the first
         work = Work(3, number, np.arange(5), np.array([1, 4, 2, 1, 3]), LOCALS["all"])
         assert distance(cut.train(whole.start(), work), whole.train(whole.start(), work)) < 1e-6
+
+
+def warmed_up(step, others):
+    """Return ``step`` after the warm-up that recording it would take."""
+    for _ in range(stage.WARM_UP):
+        step()
+    return step
+
+
+def test_warming_up_a_recorded_step_leaves_no_trace(monkeypatch):
+    monkeypatch.setattr(stage, "_graph", warmed_up)
+    plain, recorded = (ModuleEngine(some_data(), perceptron, at_once=True, speed=s, **CPU) for s in ("plain", "graph"))
+    for number in (1, 2):
+        work = Work(3, number, np.arange(5), np.array([1, 4, 2, 1, 3]), LOCALS["all"])
+        assert distance(recorded.train(plain.start(), work), plain.train(plain.start(), work)) < 1e-6
+    assert recorded.stacked.speed == "graph"
+
+
+def test_a_step_can_be_compiled(monkeypatch):
+    monkeypatch.setattr(stage, "_graph", warmed_up)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # traced, without a compiler
+    plain, compiled = (
+        ModuleEngine(some_data(), perceptron, at_once=True, speed=s, **CPU) for s in ("plain", "compile")
+    )
+    params = plain.start()
+    assert (
+        distance(compiled.train(params, some_work(LOCALS["all"])), plain.train(params, some_work(LOCALS["all"]))) < 1e-6
+    )
+    assert compiled.stacked.speed == "compile"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("speed", ["plain", "graph", "compile"])
+@pytest.mark.parametrize("name", ["sgd", "all"])
+def test_a_gpu_trains_as_one_by_one_on_a_cpu(speed, name):
+    make, data = partial(cnn, (1, 8, 8), 3), some_data(dimension=64)
+    fast = ModuleEngine(data, make, input_shape=(1, 8, 8), device="cuda", speed=speed)
+    slow = ModuleEngine(data, make, input_shape=(1, 8, 8), **CPU)
+    for number in (1, 2):
+        work = Work(3, number, np.arange(5), np.array([1, 4, 2, 1, 3]), LOCALS[name])
+        moves = fast.train({name: leaf.cuda() for name, leaf in slow.start().items()}, work)
+        moves = [{name: leaf.cpu() for name, leaf in each.items()} for each in moves]
+        assert distance(moves, slow.train(slow.start(), work)) < 1e-4
+    assert fast.at_once
+    assert fast.stacked.speed == speed
 
 
 def test_a_cohort_of_another_size_reuses_places_without_traces():
@@ -299,3 +344,13 @@ def test_the_module_given_is_never_changed():
     engine = ModuleEngine(some_data(), module, **CPU)
     engine.train(engine.start(), some_work())
     assert torch.equal(flat(module.state_dict()), before)
+
+
+@pytest.mark.parametrize("model", ["cnn", "resnet18"])
+def test_a_model_of_the_table_runs_by_its_name(model):
+    settings = {"algorithm": "fedavg-contextual", "rounds": 2, "epochs": (1, 1), "devices_per_round": 2, "k2": 0}
+    experiment = fc.Experiment(**settings, model=model, device="cpu", learning_rate=0.05)
+    assert experiment.engine == "module"
+    records = [record for _, record in fc.prepare(experiment, some_data(sizes=(6, 5, 4), dimension=64)).play()]
+    assert all(np.isfinite(record.loss) for record in records)
+    assert records[0].promised_change < 0
