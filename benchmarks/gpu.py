@@ -34,6 +34,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch._dynamo
 from torch import nn
 
 import fedcontext as fc
@@ -354,6 +355,7 @@ def attempt(bench: Bench, name: str, measure: Callable[[], dict]) -> None:
     except Exception as error:
         print(traceback.format_exc(), file=sys.stderr)
         bench.results[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
+    torch._dynamo.reset()  # a compiler gives up on a function after eight versions of it
     gc.collect()
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()

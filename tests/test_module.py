@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -120,12 +121,14 @@ def test_a_gpu_trains_as_one_by_one_on_a_cpu(speed, name):
     assert fast.stacked.speed == speed
 
 
-def test_a_cohort_of_another_size_reuses_places_without_traces():
+def test_another_cohort_and_learning_rate_reuse_places_without_traces():
     used, fresh = (ModuleEngine(some_data(), perceptron, at_once=True, **CPU) for _ in range(2))
     params = used.start()
     used.train(params, some_work(LOCALS["all"]))
-    later = some_work(LOCALS["all"], devices=(2, 3), epochs=(1, 2))
+    places = used.stacked.stage
+    later = some_work(replace(LOCALS["all"], learning_rate=0.01), devices=(2, 3), epochs=(1, 2))
     assert distance(used.train(params, later), fresh.train(params, later)) < 1e-6
+    assert used.stacked.stage is places
 
 
 def test_local_training_is_what_torch_optim_does():

@@ -176,6 +176,8 @@ def prepare(experiment: Experiment, data: FederatedData | None = None, engine: E
     algorithm = algorithm_named(experiment.algorithm, knobs)
     more = {name: getattr(experiment, name) for name in ("momentum", "weight_decay", "clip")}
     algorithm = replace(algorithm, local=replace(algorithm.local, **more))
+    if given is None and experiment.engine != "module":
+        algorithm.local.check_plain(experiment.engine)
     simulation = Simulation(experiment, data, engine, algorithm, fleet)
     simulation.plan(1)  # what cannot be planned is refused here, before anything is written
     return simulation

@@ -88,8 +88,8 @@ class Learner:
         return {name: found[name].detach().clone() for name in self.names}
 
     def outputs(self, params: Params, features: Tensor) -> Tensor:
-        """Return the module's outputs for a batch, at ``params``, in full precision."""
-        if self.precision != "bfloat16":
+        """Return the module's outputs for a batch, at ``params``; only training may use lower precision."""
+        if self.precision != "bfloat16" or not self.module.training:
             result: Tensor = torch.func.functional_call(self.module, dict(params), (features,))
             return result
         low = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in params.items()}
@@ -108,7 +108,7 @@ class Learner:
         self.module.train(training)
         try:
             if self.device.type == "cuda":
-                cudnn.allow_tf32 = products.allow_tf32 = self.precision != "full"
+                cudnn.allow_tf32 = products.allow_tf32 = training and self.precision != "full"
             yield
         finally:
             if self.device.type == "cuda":

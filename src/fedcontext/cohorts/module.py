@@ -45,7 +45,7 @@ class ModuleEngine:
         chunk: how many devices at once at most; where None, all that fit the memory.
         speed: plain, graph (CUDA graphs) or compile (`torch.compile`, then a graph); auto is graph on a GPU. What
             cannot be had falls back with a warning.
-        precision: full (the module's own), tf32, or bfloat16 (products in it, params and sums in the module's own).
+        precision: of training: full (the module's own), tf32, or bfloat16 (params and updates stay in the module's own).
         convolutions: library, or as matrix products over columns made by unfold or slices.
 
     >>> import fedcontext as fc
@@ -154,9 +154,10 @@ class ModuleEngine:
         """Return Σ weights ∇F_k(params): one pass over the devices' data, as if it were one device's."""
         self._check_filled(devices)
         learner, sizes = self.learner, self.split.sizes[devices]
-        at = torch.from_numpy(np.concatenate([np.r_[self.split.rows(int(device))] for device in devices]))
+        firsts = self.split.offsets[devices] - (np.cumsum(sizes) - sizes)
+        at = torch.from_numpy(np.arange(sizes.sum()) + np.repeat(firsts, sizes)).to(learner.device)
         each = torch.from_numpy(np.repeat(weights / sizes, sizes)).to(learner.device, learner.dtype)
-        at, own = at.to(learner.device), {name: tensor.detach().clone() for name, tensor in params.items()}
+        own = {name: tensor.detach().clone() for name, tensor in params.items()}
         moving = [own[name].requires_grad_() for name in learner.trainable]
         totals = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in moving]
 

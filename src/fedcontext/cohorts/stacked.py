@@ -97,13 +97,13 @@ class AtOnce:
     def _run(self, params: Params, work: Work, chosen: list[int]) -> Stack:
         size = min(work.local.batch_size, int(self.split.sizes.max()))
         stage = self.stage
-        if stage is None or stage.width < len(chosen) or stage.rows.shape[1] != size or stage.local != work.local:
+        if stage is None or not stage.fits(len(chosen), size, work.local):
             self.stage = stage = None  # free its places before new ones are taken
             stage = Stage(self.learner, params, len(chosen), size, work.local, self.speed)
         steps = plan_steps(work, chosen, self.split, size, self.learner)
         draw = generator(work.seed, work.number, Stream.DROPOUT, int(work.devices[chosen[0]]))
         with self.learner.mode(training=True), seeded(self.learner.device, int(draw.integers(2**62))):
-            result = stage.run(params, steps)
+            result = stage.run(params, steps, work.local.learning_rate)
         self.stage, self.speed = stage, stage.speed  # what could not be had is not tried again
         return result
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
@@ -95,13 +95,19 @@ class Stage:
         self.replays: dict[int, Callable[[], None]] = {}
         self.graphs: list[torch.cuda.CUDAGraph] = []  # all share the first one's scratch memory
 
-    def run(self, params: Params, steps: Steps) -> Stack:
+    def fits(self, width: int, size: int, local: Local) -> bool:
+        """Return whether the work of these devices can be done in these places; any learning rate can."""
+        same = replace(local, learning_rate=self.local.learning_rate) == self.local
+        return same and width <= self.width and self.rows.shape[1] == size
+
+    def run(self, params: Params, steps: Steps, learning_rate: float) -> Stack:
         """Return the updates of the devices in ``steps``."""
         counts = [next(count for count in self.counts if count >= active) for active in steps.active]
         for count in sorted(set(counts)):
             if count not in self.replays:
                 self.replays[count] = self._recorded(count)
         self._load(params)
+        self.rates.fill_(learning_rate)
         devices = steps.devices()
         for step, (active, count) in enumerate(zip(steps.active, counts, strict=True)):
             self.rows[:devices].copy_(steps.rows[step])
@@ -119,7 +125,6 @@ class Stage:
         for velocity in self.velocity.values():
             velocity.zero_()
         self.shares.zero_()
-        self.rates.fill_(self.local.learning_rate)
 
     def _recorded(self, count: int) -> Callable[[], None]:
         """Return the step of the first ``count`` devices as fast as asked for, or as possible (with a warning)."""
