@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -357,3 +359,11 @@ def test_a_model_of_the_table_runs_by_its_name(model):
     records = [record for _, record in fc.prepare(experiment, some_data(sizes=(6, 5, 4), dimension=64)).play()]
     assert all(np.isfinite(record.loss) for record in records)
     assert records[0].promised_change < 0
+
+
+def test_the_documents_example_learns():
+    text = (Path(__file__).parent.parent / "docs" / "modules.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict = {}
+    exec(block, names)
+    assert names["records"][-1].loss < names["records"][0].loss
