@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fedcontext as fc
+from fedcontext.cohorts.learner import Learner
 from fedcontext.cohorts.module import ModuleEngine
 from fedcontext.cohorts.stage import Stage
 from fedcontext.errors import FedcontextError
@@ -38,6 +39,42 @@ def test_what_does_not_fit_is_refused_before_any_round(options, sentence):
     module = options.pop("module", None) or perceptron()
     with pytest.raises(FedcontextError, match=sentence):
         ModuleEngine(some_data(), module, **{**CPU, **options})
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda params: params.pop("0.bias"), r"params must have the module's names, got a difference in 0\.bias"),
+        (lambda params: params.update(more=torch.zeros(1)), "a difference in more"),
+        (
+            lambda params: params.update({"0.bias": torch.zeros(2)}),
+            r"params '0\.bias' must have shape \(8,\), got \(2,\)",
+        ),
+        (lambda params: params.update({"0.bias": torch.zeros(8, device="meta")}), "must be on cpu, got meta"),
+    ],
+)
+def test_params_of_another_module_are_refused(change, sentence):
+    engine = ModuleEngine(some_data(), perceptron, **CPU)
+    params = engine.start()
+    change(params)
+    devices = np.arange(2)
+    for ask in (
+        lambda: engine.train(params, some_work()),
+        lambda: engine.gradients(params, devices),
+        lambda: engine.gradient(params, devices, np.full(2, 0.5)),
+        lambda: engine.evaluate(params),
+    ):
+        with pytest.raises(FedcontextError, match=sentence):
+            ask()
+
+
+def test_samples_that_do_not_fit_the_memory_are_a_clear_error(monkeypatch):
+    def full(*_):
+        raise OUT_OF_MEMORY("CUDA out of memory.")
+
+    monkeypatch.setattr(Learner, "_place", full)
+    with pytest.raises(FedcontextError, match=r"the samples do not fit cpu's memory \(CUDA out of memory\.\): use cpu"):
+        ModuleEngine(some_data(), perceptron, **CPU)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

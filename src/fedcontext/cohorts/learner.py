@@ -77,15 +77,31 @@ class Learner:
         if not self.trainable:
             raise FedcontextError(f"module {type(made).__name__} has no parameter to train")
         self.dtype = parameters[self.trainable[0]].dtype
+        self.shapes = {name: tuple(saved[name].shape) for name in self.names}
         shape = _shape(data.dimension, input_shape)
-        self.features, self.labels = self._place(data.train, shape)
-        self.test_features, self.test_labels = self._place(data.test, shape)
+        try:
+            self.features, self.labels = self._place(data.train, shape)
+            self.test_features, self.test_labels = self._place(data.test, shape)
+        except torch.cuda.OutOfMemoryError as error:
+            raise FedcontextError(f"the samples do not fit {device}'s memory ({first_line(error)}): use cpu") from error
         self._check(data.classes)
 
     def start(self) -> dict[str, Tensor]:
         """Return a copy of the module's ``state_dict`` (tied parameters once)."""
         found = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         return {name: found[name].detach().clone() for name in self.names}
+
+    def check(self, params: Params) -> None:
+        """Refuse params that are not the module's: other names, shapes or places."""
+        if unlike := self.shapes.keys() ^ params.keys():
+            raise FedcontextError(
+                f"params must have the module's names, got a difference in {', '.join(sorted(unlike))}"
+            )
+        for name, shape in self.shapes.items():
+            if tuple(params[name].shape) != shape:
+                raise FedcontextError(f"params {name!r} must have shape {shape}, got {tuple(params[name].shape)}")
+            if params[name].device.type != self.device.type:
+                raise FedcontextError(f"params {name!r} must be on {self.device}, got {params[name].device}")
 
     def outputs(self, params: Params, features: Tensor) -> Tensor:
         """Return the module's outputs for a batch, at ``params``; only training may use lower precision."""

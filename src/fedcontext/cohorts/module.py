@@ -104,6 +104,7 @@ class ModuleEngine:
 
     def train(self, params: Params, work: Work) -> list[dict[str, Tensor]]:
         """Return each device's update after local training from ``params``, buffers included."""
+        self.learner.check(params)
         self._check_filled(work.devices)
         if self.at_once:
             with _explained("all at once", "; one device after another it may work: at_once=False"):
@@ -144,6 +145,7 @@ class ModuleEngine:
 
     def gradients(self, params: Params, devices: IntArray) -> list[dict[str, Tensor]]:
         """Return ∇F_k(params) of each device, the module in its evaluation mode (no dropout, saved statistics)."""
+        self.learner.check(params)
         self._check_filled(devices)
         if self.at_once:
             with _explained("all at once", "; one device after another it may work: at_once=False"):
@@ -152,6 +154,7 @@ class ModuleEngine:
 
     def gradient(self, params: Params, devices: IntArray, weights: FloatArray) -> dict[str, Tensor]:
         """Return Σ weights ∇F_k(params): one pass over the devices' data, as if it were one device's."""
+        self.learner.check(params)
         self._check_filled(devices)
         learner, sizes = self.learner, self.split.sizes[devices]
         firsts = self.split.offsets[devices] - (np.cumsum(sizes) - sizes)
@@ -176,6 +179,7 @@ class ModuleEngine:
     def evaluate(self, params: Params) -> tuple[float, float]:
         """Return the mean loss over all training samples and the share of all test samples classified right."""
         learner = self.learner
+        learner.check(params)
         loss = torch.zeros((), dtype=torch.float64, device=learner.device)
         right = torch.zeros((), dtype=torch.int64, device=learner.device)
 
