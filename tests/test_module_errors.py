@@ -23,7 +23,7 @@ OUT_OF_MEMORY = torch.cuda.OutOfMemoryError
     [
         ({"input_shape": (3, 4)}, r"input_shape \(3, 4\) holds 12 numbers, a sample 6"),
         ({"input_shape": (2, 3)}, r"the module does not take samples of shape \(2, 3\)"),
-        ({"module": nn.Linear(6, 2)}, r"must give \(2, 3\) outputs for 2 samples of 3 classes, got \(2, 2\)"),
+        ({"module": nn.Linear(6, 2)}, r"must give \(2, 3\) outputs for 2 samples, got \(2, 2\)"),
         ({"module": nn.Linear(5, 3)}, r"the module does not take samples of shape \(6,\)"),
         ({"module": nn.Flatten()}, "module Flatten has no parameter to train"),
         ({"loss": nn.functional.cross_entropy}, r"one number a sample \(reduction='none'\), shape \(2,\), got \(\)"),
@@ -92,6 +92,13 @@ def test_an_empty_device_is_named(at_once):
     with pytest.raises(FedcontextError, match="device 1 has no training samples"):
         engine.gradients(params, np.array([1]))
     assert len(engine.train(params, some_work(devices=(0, 2), epochs=(1, 1)))) == 2
+
+
+def test_labels_outside_the_classes_are_refused():
+    data = some_data()
+    data.train.labels[3] = 7
+    with pytest.raises(FedcontextError, match="labels must be from 0 to 2, got 0 to 7"):
+        ModuleEngine(data, perceptron, **CPU)
 
 
 def test_batch_norm_on_a_single_sample_names_the_device():
@@ -206,8 +213,9 @@ def test_out_of_memory_in_evaluation_takes_fewer_rows(monkeypatch):
 def test_speed_that_cannot_be_had_falls_back_with_a_warning(speed):
     plain = ModuleEngine(some_data(), perceptron, at_once=True, **CPU)
     fast = ModuleEngine(some_data(), perceptron, at_once=True, speed=speed, **CPU)
-    with pytest.warns(UserWarning, match=f"speed='{speed}' is not to be had here"):
+    with pytest.warns(UserWarning, match="is not to be had here") as warned:
         moves = fast.train(fast.start(), some_work())
+    assert any(f"speed='{speed}'" in str(warning.message) for warning in warned)
     assert distance(moves, plain.train(plain.start(), some_work())) < 1e-6
 
 
@@ -218,12 +226,13 @@ def test_speed_that_cannot_be_had_falls_back_with_a_warning(speed):
         ({"engine": "reference", "device": "cuda"}, "device cuda needs engine module, got 'reference'"),
         ({"engine": "module", "model": "gpt"}, "model must be one of softmax, logistic, cnn, resnet18, got 'gpt'"),
         ({"engine": "module", "model": "cnn"}, "features must form a square image of 1 or 3 channels"),
+        ({"engine": "module", "dataset": "synthetic-1-1-40", "k2": 0}, "engine module keeps all samples in one place"),
         ({"engine": "module", "device": "tpu"}, "device must be auto, cpu or cuda, got 'tpu'"),
     ],
 )
 def test_experiments_refuse_models_and_devices_that_do_not_fit(settings, sentence):
     with pytest.raises(FedcontextError, match=sentence):
-        fc.rounds(dataset="synthetic-iid", rounds=1, **settings)
+        fc.rounds(**{"dataset": "synthetic-iid", "rounds": 1, **settings})
 
 
 @pytest.mark.parametrize("engine", ["reference", "fast"])

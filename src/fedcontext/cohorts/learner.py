@@ -54,6 +54,7 @@ class Learner:
     def __init__(
         self,
         data: FederatedData,
+        train: Split,
         module: nn.Module | Callable[[], nn.Module],
         *,
         loss: Loss,
@@ -67,7 +68,7 @@ class Learner:
             raise FedcontextError(f"precision must be full, tf32 or bfloat16, got {precision!r}")
         with seeded(device, seed):
             made = copy.deepcopy(module) if isinstance(module, nn.Module) else module()
-        self.device, self.precision, self.loss = device, precision, loss
+        self.device, self.precision, self.loss, self.classes = device, precision, loss, data.classes
         self.module = converted(made, convolutions).to(device)
         parameters, saved = dict(self.module.named_parameters()), self.module.state_dict()
         self.trainable = [name for name, tensor in parameters.items() if tensor.requires_grad]
@@ -80,11 +81,11 @@ class Learner:
         self.shapes = {name: tuple(saved[name].shape) for name in self.names}
         shape = _shape(data.dimension, input_shape)
         try:
-            self.features, self.labels = self._place(data.train, shape)
+            self.features, self.labels = self._place(train, shape)
             self.test_features, self.test_labels = self._place(data.test, shape)
         except torch.cuda.OutOfMemoryError as error:
             raise FedcontextError(f"the samples do not fit {device}'s memory ({first_line(error)}): use cpu") from error
-        self._check(data.classes)
+        self._check()
 
     def start(self) -> dict[str, Tensor]:
         """Return a copy of the module's ``state_dict`` (tied parameters once)."""
@@ -131,6 +132,9 @@ class Learner:
                 cudnn.allow_tf32, products.allow_tf32 = before
 
     def _place(self, split: Split, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        low, high = (int(end(split.labels, initial=0)) for end in (np.min, np.max))
+        if low < 0 or high >= self.classes:
+            raise FedcontextError(f"labels must be from 0 to {self.classes - 1}, got {low} to {high}")
         features = np.ascontiguousarray(split.features)
         if not features.flags.writeable:
             features = features.copy()  # PyTorch has no read-only tensors
@@ -138,7 +142,7 @@ class Learner:
         return placed, torch.from_numpy(np.array(split.labels)).to(self.device)
 
     @torch.no_grad()
-    def _check(self, classes: int) -> None:
+    def _check(self) -> None:
         """Try the module and the loss on two samples: what does not fit shows here, before any round."""
         if not len(self.labels):
             raise FedcontextError("there are no training samples")
@@ -151,9 +155,9 @@ class Learner:
                 raise FedcontextError(
                     f"the module does not take samples of shape {shape} (input_shape changes that): {first_line(error)}"
                 ) from error
-            if self.loss is cross_entropy and not (outputs.ndim == 2 and outputs.shape[1] >= classes):
+            if self.loss is cross_entropy and not (outputs.ndim == 2 and outputs.shape[1] >= self.classes):
                 raise FedcontextError(
-                    f"the module must give ({count}, {classes}) outputs for {count} samples of {classes} classes, "
+                    f"the module must give ({count}, {self.classes}) outputs for {count} samples, "
                     f"got {tuple(outputs.shape)}"
                 )
             losses = self.loss(outputs, labels)

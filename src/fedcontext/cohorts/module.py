@@ -18,7 +18,7 @@ from fedcontext.cohorts.learner import Learner, Loss, Params, Precision, cross_e
 from fedcontext.cohorts.models import model_named
 from fedcontext.cohorts.stacked import AtOnce, in_chunks, obstacle
 from fedcontext.cohorts.stage import Speed
-from fedcontext.datasets.federated import FederatedData
+from fedcontext.datasets.federated import FederatedData, Split
 from fedcontext.errors import FedcontextError, require
 from fedcontext.plan import IntArray, Stream, batches, generator
 
@@ -78,9 +78,14 @@ class ModuleEngine:
             raise FedcontextError(f"speed must be auto, plain, graph or compile, got {speed!r}")
         if chunk is not None and chunk < 1:
             raise FedcontextError(f"chunk must be at least 1, got {chunk}")
+        if not isinstance(data.train, Split):
+            raise FedcontextError(
+                "engine module keeps all samples in one place, got data made on demand: use engine fast"
+            )
         self.data, self.split = data, data.train
         self.learner = Learner(
             data,
+            self.split,
             module,
             loss=loss,
             input_shape=input_shape,
