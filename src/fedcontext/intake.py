@@ -108,7 +108,7 @@ def _each(kind: str, given: Structures | None) -> dict[str, Structure]:
     if given is None:
         return {}
     if isinstance(given, Mapping):
-        return {f"{kind} {key}": value for key, value in given.items()}
+        return {f"{kind} {key}".strip(): value for key, value in given.items()}
     if not isinstance(given, list | tuple) and not hasattr(given, "__len__"):
         raise FedcontextError(f"updates and gradients must be sequences or mappings, got {type(given).__name__}")
     return {f"{kind} {index}": value for index, value in enumerate(given)}
