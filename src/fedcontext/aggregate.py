@@ -102,7 +102,7 @@ def aggregate(
     largest = {name: _largest(name, leaf, scratch) for name, leaf in base.items() if kind_of(leaf) == "floating"}
     geometry = measure(report, [name for name in base if name in measured], rule.needs, scratch)
     if not geometry.finite:
-        alone = None if gradient is None else {"": gradient}
+        alone: Structures | None = None if gradient is None else {"": gradient}
         blame(
             measured,
             device=updates,
