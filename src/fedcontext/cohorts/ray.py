@@ -51,6 +51,7 @@ class SoftmaxRay:
 
     def train(self, params: Matrix, work: Work) -> list[Matrix]:
         """Return each device's update, from the workers."""
+        work.local.check_plain("ray")
         sent, cost = self.ray.put(params), work.epochs * self.data.train.sizes[work.devices]
 
         def task(worker: Any, rows: IntArray) -> Any:
