@@ -8,6 +8,8 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +22,7 @@ TITLES = {"a": "(a) 1 epoch", "b": "(b) 1 to 20 epochs"}
 
 
 def main() -> None:
-    """Run what was asked for; rows (c) and (d) have modules of their own and are taken along where they exist."""
+    """Run what was asked for; rows (c) and (d) are scripts of their own, whose JSON is taken along."""
     given = arguments()
     given.home.mkdir(parents=True, exist_ok=True)
     names = [
@@ -32,9 +34,9 @@ def main() -> None:
     if "a" in given.rows or "b" in given.rows:
         count, repeats = (10, 1) if given.quick else (100, given.repeats)
         results["rounds"] = {"rounds": count, "repeats": repeats, **rounds.measure(given.home, count, repeats, names)}
-    for row, module in (("c", "aggregation"), ("d", "gpu")):
-        if row in given.rows and (Path(__file__).parent / f"{module}.py").exists():
-            results[module] = __import__(module).measure(given.quick)
+    for row, name in (("c", "aggregation"), ("d", "gpu")):
+        if row in given.rows and (found := script(name, given.home)):
+            results[name] = found
     if "e" in given.rows:
         results["growth"] = growth.measure(given.quick)
         figure = given.home / "growth.png" if given.quick else ROOT / "docs/figures/growth.png"
@@ -74,6 +76,14 @@ def machine() -> dict[str, str]:
     }
 
 
+def script(name: str, home: Path) -> dict | None:
+    """Return what benchmarks/NAME.py writes. Without a GPU that of row (d) may come from elsewhere, as gpu.json."""
+    path, out = Path(__file__).parent / f"{name}.py", home / f"{name}.json"
+    if path.exists() and (name != "gpu" or shutil.which("nvidia-smi")):
+        subprocess.run([sys.executable, str(path), "--out", str(out)], check=True, stdout=subprocess.DEVNULL)
+    return json.loads(out.read_text()) if out.exists() else None
+
+
 def unequal(results: dict, row: str) -> list[str]:
     return rounds.unequal(results["rounds"][row]) if "rounds" in results else []
 
@@ -84,9 +94,7 @@ def document(results: dict) -> str:
     parts = [f"Measured: {said}."]
     if "rounds" in results:
         parts += [table_of_rounds(results["rounds"])]
-    for module in ("aggregation", "gpu"):
-        if module in results:
-            parts += [__import__(module).document(results[module])]
+    parts += [table_of_script(name, results[name]) for name in ("aggregation", "gpu") if name in results]
     if "growth" in results:
         parts += [table_of_growth(results["growth"])]
     return "\n\n".join(parts)
@@ -119,6 +127,16 @@ def table_of_rounds(measured: dict) -> str:
             )
             lines.append(f"| {name} | {' | '.join(timed)} | {' | '.join(rest)} |")
     return "\n".join(lines)
+
+
+def table_of_script(name: str, found: dict) -> str:
+    """Return the script's own Markdown, or a table of its milliseconds."""
+    if "markdown" in found:
+        return str(found["markdown"])
+    lines = [f"{name}, measured on {found.get('machine', 'this machine')}:", "", "| | ms |", "|---|---|"]
+    return "\n".join(
+        [*lines, *(f"| {key} | {each['ms']:.2f} |" for key, each in found["results"].items() if "ms" in each)]
+    )
 
 
 def table_of_growth(measured: dict) -> str:
