@@ -15,14 +15,16 @@ from typing import Annotated, Any
 import typer
 
 from fedcontext import algorithms as table_of
+from fedcontext import cli_report
 from fedcontext.datasets import NAMES, files
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment, settings_from_toml
 from fedcontext.runner import run as run_one
 from fedcontext.runner import run_all
 from fedcontext.summary import Summary, summarise
-from fedcontext.terminal import comparison, err, listing, out, progress
+from fedcontext.terminal import comparison, err, listing, out
 from fedcontext.version import __version__
+from fedcontext.watching import watching
 
 PAPERS = "fedavg,fedprox,folb,fedavg-contextual,fedprox-contextual"
 
@@ -31,6 +33,8 @@ data_app = typer.Typer(
     help="The data sets: list them, fetch their files, or see where those are.", no_args_is_help=True
 )
 app.add_typer(data_app, name="data")
+app.command()(cli_report.report)
+app.command()(cli_report.export)
 
 File = Annotated[Path | None, typer.Argument(help="TOML file with settings; options on the command line win.")]
 Dataset = Annotated[str | None, typer.Option(help=f"One of {', '.join(NAMES)}. [default: synthetic-1-1]")]
@@ -68,6 +72,8 @@ EngineName = Annotated[str | None, typer.Option("--engine", help="Who does the l
 Out = Annotated[Path, typer.Option(help="Directory for records and the TOML that repeats the run.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The result as JSON on standard output.")]
+ReportPage = Annotated[Path | None, typer.Option("--report", help="HTML page that follows the rounds as they finish.")]
+Track = Annotated[str, typer.Option(help="Send the numbers to tensorboard, mlflow or wandb too.")]
 Jobs = Annotated[int, typer.Option(help="Processes; 0 takes one for each core.")]
 
 
@@ -116,6 +122,8 @@ def run(
     out_dir: Annotated[
         Path, typer.Option("--out", help="Directory for records and the TOML that repeats the run.")
     ] = Path("runs"),
+    report: ReportPage = None,
+    track: Track = "",
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -125,7 +133,7 @@ def run(
         if several in settings:
             raise FedcontextError(f"{file}: {several} is for `fedcontext compare`; here it is {several[:-1]}")
     experiment = Experiment(**settings)
-    with _interruptible(out_dir), progress(experiment.dataset, experiment.rounds, quiet) as on_round:
+    with _interruptible(out_dir), watching([experiment], out_dir, quiet=quiet, report=report, track=track) as on_round:
         records = run_one(experiment, out_dir, on_round)
     path = out_dir / f"{experiment.name}.jsonl"
     if as_json:
@@ -165,6 +173,8 @@ def compare(
         Path | None, typer.Option(help="Draw loss and accuracy into this file (.png, .pdf, .svg).")
     ] = None,
     jobs: Jobs = 0,
+    report: ReportPage = None,
+    track: Track = "",
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -177,8 +187,7 @@ def compare(
         from fedcontext.paper import figures
 
         figures.check(figure)
-    total = sum(experiment.rounds for experiment in chosen)
-    with _interruptible(out_dir), progress(chosen[0].dataset, total, quiet) as on_round:
+    with _interruptible(out_dir), watching(chosen, out_dir, quiet=quiet, report=report, track=track) as on_round:
         results = run_all(chosen, out_dir, jobs or os.cpu_count() or 1, on_round)
     by_name: dict[str, list[Summary]] = defaultdict(list)
     for experiment, records in zip(chosen, results, strict=True):
