@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,7 +89,7 @@ def started(experiment: Experiment) -> Run:
     >>> started(Experiment(rounds=5)).settings["rounds"]
     5
     """
-    head = manifest(experiment)
+    head = json.loads(json.dumps(manifest(experiment)))
     return Run(experiment.name, head["settings"], head["versions"], [])
 
 
@@ -127,7 +126,7 @@ def number_or_none(value: Any) -> float | None:
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) and abs(value) <= LARGEST else None
+    return float(value) if abs(value) <= LARGEST else None  # which NaN and infinities are not
 
 
 def device_name(value: Any) -> int | str:

@@ -44,5 +44,5 @@ def replace(path: Path, text: str) -> None:
     """Write ``path`` whole or not at all, so that a browser never reads half a page."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.part")
-    scratch.write_text(text, encoding="utf-8")
+    scratch.write_bytes(text.encode("utf-8", errors="replace"))
     scratch.replace(path)

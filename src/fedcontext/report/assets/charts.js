@@ -12,7 +12,7 @@ const colour = (index) => (dark() ? DARK : LIGHT)[index % LIGHT.length];
 // Eight colours with six dashes each: the first lines differ in both, and no two of the first 48 agree in both.
 const dashOf = (index) => NAMES[(index + Math.floor(index / LIGHT.length)) % NAMES.length];
 const faint = (hex) => `rgba(${[1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)).join(",")},0.15)`;
-const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;").replace(/\$/g, "&#36;");
 const tick = (text, at) => plain(text.length > 18 ? `${text.slice(0, 16)}… (${at})` : text);
 const wide = (values) => values.length > 0 && Math.min(...values) > 0 && Math.max(...values) > 20 * Math.min(...values);
 

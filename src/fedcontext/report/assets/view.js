@@ -149,7 +149,7 @@ function writeRun() {
 }
 
 function writeRepeats() {
-  byId("versions").textContent = `Made with ${page.versions.join(", ")}.`;
+  byId("versions").textContent = page.versions.length ? `Made with ${page.versions.join(", ")}.` : "";
   const texts = [...byId("repeats").querySelectorAll("pre")].map((pre) => pre.textContent);
   if (texts.join("\n\n") === page.repeats.join("\n\n")) return;
   byId("repeats").replaceChildren(...page.repeats.map((text) => {
