@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ class Simulation:
 
     def step(self, state: State) -> tuple[State, RoundRecord]:
         """Return the state after one more round, and the record of it."""
-        plan = self._plan(state.number + 1)
+        plan = self.plan(state.number + 1)
         own = "own gradients" in self.algorithm.rule.needs or self._cohort_probes
         sizes = self.data.train.sizes
         got = answers(
@@ -80,7 +81,8 @@ class Simulation:
     def _cohort_probes(self) -> bool:
         return "gradient" in self.algorithm.rule.needs and self.experiment.k2 == 0
 
-    def _plan(self, number: int) -> RoundPlan:
+    def plan(self, number: int) -> RoundPlan:
+        """Return what round ``number`` asks of the devices."""
         experiment, needs = self.experiment, self.algorithm.rule.needs
         everyone = self.data.population
         outside = everyone - min(experiment.devices_per_round, everyone)
@@ -155,20 +157,20 @@ def prepare(experiment: Experiment, data: FederatedData | None = None) -> Simula
     data = data or load(experiment.dataset, experiment.data_seed)
     engine = engine_named(experiment.engine, data)
 
-    def measured() -> float:
-        everyone = np.arange(data.population)
-        weights = shares(data.train.sizes.astype(np.float64), data.population)
-        return curvature(lambda params: engine.gradient(params, everyone, weights), engine.start())
-
+    beta = smoothness_of(
+        experiment.smoothness, experiment.learning_rate, lambda: measured_smoothness(data, experiment.engine)
+    )
     knobs = Knobs(
         learning_rate=experiment.learning_rate,
-        smoothness=smoothness_of(experiment.smoothness, experiment.learning_rate, measured),
+        smoothness=beta,
         batch_size=experiment.batch_size,
         mu=experiment.mu,
         averaging=experiment.averaging,
     )
     fleet = make_fleet(profile_named(experiment.fleet), data.population, experiment.seed)
-    return Simulation(experiment, data, engine, algorithm_named(experiment.algorithm, knobs), fleet)
+    simulation = Simulation(experiment, data, engine, algorithm_named(experiment.algorithm, knobs), fleet)
+    simulation.plan(1)  # what cannot be planned is refused here, before anything is written
+    return simulation
 
 
 def rounds(
@@ -185,6 +187,24 @@ def rounds(
         raise FedcontextError("give an Experiment or settings, not both")
     simulation = prepare(experiment or Experiment(**settings), data)
     return (record for _, record in simulation.play())
+
+
+@lru_cache(maxsize=4)
+def measured_smoothness(data: FederatedData, engine: str = "reference") -> float:
+    """Return the largest curvature of the loss over all devices, at the start and one gradient step on.
+
+    The first step away from zero params is where softmax regression bends most. It takes everyone's gradient some
+    forty times: a figure for studies, where a federation would tune β or estimate it from probes.
+    """
+    worker = engine_named(engine, data)
+    everyone, weights = np.arange(data.population), shares(data.train.sizes.astype(np.float64), data.population)
+
+    def slope(params: Structure) -> Structure:
+        return worker.gradient(params, everyone, weights)
+
+    start = worker.start()
+    beta = curvature(slope, start)
+    return max(beta, curvature(slope, start - slope(start) / beta))
 
 
 def _curvature_along(result: Aggregation, change: float) -> float | None:

@@ -9,7 +9,7 @@ from typing import Protocol
 from fedcontext.arrays import FloatArray, Structure
 from fedcontext.cohorts.softmax import SoftmaxReference
 from fedcontext.datasets.federated import FederatedData
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import FedcontextError, require
 from fedcontext.local import Local
 from fedcontext.plan import IntArray
 
@@ -49,11 +49,42 @@ class Engine(Protocol):
         ...
 
 
-ENGINES: dict[str, Callable[[FederatedData], Engine]] = {"reference": SoftmaxReference}
+def _fast(data: FederatedData) -> Engine:
+    require("numba", extra="fast")
+    from fedcontext.cohorts.fast import SoftmaxFast
+
+    return SoftmaxFast(data)
+
+
+ENGINES: dict[str, Callable[[FederatedData], Engine]] = {"reference": SoftmaxReference, "fast": _fast}
 
 
 def engine_named(name: str, data: FederatedData) -> Engine:
-    """Return an engine of the table, ready to work on ``data``."""
+    """Return an engine of the table, ready to work on ``data``.
+
+    >>> from fedcontext.datasets import load
+    >>> engine_named("reference", load("synthetic-iid")).start().shape
+    (61, 10)
+    """
     if name not in ENGINES:
         raise FedcontextError(f"engine must be one of {', '.join(ENGINES)}, got {name!r}")
+    _check(data)
     return ENGINES[name](data)
+
+
+def _check(data: FederatedData) -> None:
+    if (data.train.sizes < 1).any():
+        raise FedcontextError(f"device {int(data.train.sizes.argmin())} has no training samples")
+    if data.test.offsets.shape != data.train.offsets.shape:
+        raise FedcontextError(
+            f"train and test must have the same devices, got {data.population} and {len(data.test.sizes)}"
+        )
+    for side, split in (("train", data.train), ("test", data.test)):
+        if split.features.shape != (len(split.labels), data.dimension):
+            raise FedcontextError(
+                f"{side} features must be ({len(split.labels)}, {data.dimension}), got {split.features.shape}"
+            )
+        if len(split.labels) and not 0 <= split.labels.min() <= split.labels.max() < data.classes:
+            raise FedcontextError(
+                f"{side} labels must be from 0 to {data.classes - 1}, got {split.labels.min()} to {split.labels.max()}"
+            )

@@ -33,7 +33,7 @@ class Split:
         return slice(int(self.offsets[device]), int(self.offsets[device + 1]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FederatedData:
     """A data set on N devices, each with its own training and test samples."""
 

@@ -1,0 +1,162 @@
+"""The paper's model at full speed: the reference engine's work, compiled, with devices spread over all cores."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedcontext.arrays import FloatArray
+from fedcontext.cohorts import kernels
+from fedcontext.cohorts.compiling import announced
+from fedcontext.cohorts.draws import compiled_orders
+from fedcontext.cohorts.threads import on_all_cores
+from fedcontext.datasets.federated import FederatedData, Split
+from fedcontext.errors import FedcontextError
+from fedcontext.plan import IntArray
+
+if TYPE_CHECKING:
+    from fedcontext.cohorts import Work
+
+Matrix = npt.NDArray[Any]
+ROWS = 4096  # samples of one task in a pass over all data
+GRAM_BYTES = 256 * 2**20  # kept inner products of devices' samples, in all
+
+
+class SoftmaxFast:
+    """Does what `SoftmaxReference` does, to rounding."""
+
+    def __init__(self, data: FederatedData, dtype: npt.DTypeLike = np.float32) -> None:
+        self.data, self.dtype = data, np.dtype(dtype)
+        self.train_split, self.test_split = (_laid_out(split, self.dtype) for split in (data.train, data.test))
+        self._grams: dict[int, Matrix] = {}
+        self._kept = 0
+        self._factors: Matrix | None = None  # of each sample, in the last gradient over all devices
+        self._ahead: tuple[Matrix, Matrix] | None = None  # params, and that gradient there
+        self._wanted = False  # whether it has been asked for since the last evaluation
+        with announced():
+            self._orders = compiled_orders()
+            self._compile()
+
+    def start(self) -> Matrix:
+        """Return zeros: every class equally likely."""
+        return np.zeros((self.data.dimension + 1, self.data.classes), self.dtype)
+
+    def train(self, params: Matrix, work: Work) -> list[Matrix]:
+        """Return each device's update: mini-batch SGD on F_k(w) + (μ/2)‖w - wᵗ‖² from ``params``."""
+        params = self._checked(params)
+        longest = np.argsort(-work.epochs * self.train_split.sizes[work.devices], kind="stable")
+        updates = on_all_cores(lambda row: self._train_device(params, row, work), longest.tolist())
+        return [update for _, update in sorted(zip(longest.tolist(), updates, strict=True), key=lambda pair: pair[0])]
+
+    def _train_device(self, params: Matrix, row: int, work: Work) -> Matrix:
+        device, epochs, local = int(work.devices[row]), int(work.epochs[row]), work.local
+        features, labels = self._device(device)
+        orders = self._orders(work.seed, work.number, device, len(labels), epochs)
+        update = np.empty_like(params)
+        size = min(local.batch_size, len(labels))
+        given = (features, labels, orders, size, float(local.learning_rate), float(local.mu), params, update)
+        if self._spans(device, len(labels), epochs):
+            kernels.descend_in_span(*given, self._gram(device, features))
+        else:
+            kernels.descend(*given)
+        return update
+
+    def _spans(self, device: int, count: int, epochs: int) -> bool:
+        """Return whether the steps cost fewer products in the span of the device's samples than in the features."""
+        dimension, classes = self.data.dimension, self.data.classes
+        once = 0 if device in self._grams else count * count * dimension // 2
+        return once + count * classes * (2 * dimension + epochs * count) < epochs * count * classes * 2 * dimension
+
+    def _gram(self, device: int, features: Matrix) -> Matrix:
+        found = self._grams.get(device)
+        if found is None:
+            found = kernels.gram(features)
+            if self._kept + found.nbytes <= GRAM_BYTES:
+                self._grams[device] = found
+                self._kept += found.nbytes
+        return found
+
+    def gradients(self, params: Matrix, devices: IntArray) -> list[Matrix]:
+        """Return ∇F_k(params) of each device."""
+        params = self._checked(params)
+        return on_all_cores(lambda device: self._gradient_of(params, device), devices.tolist())
+
+    def _gradient_of(self, params: Matrix, device: int) -> Matrix:
+        features, labels = self._device(device)
+        slope = np.empty_like(params)
+        kernels.sweep(features, labels, np.full(len(labels), 1 / len(labels), self.dtype), params, slope, True)
+        return slope
+
+    def gradient(self, params: Matrix, devices: IntArray, weights: FloatArray) -> Matrix:
+        """Return Σ weights ∇F_k(params), over all devices in one pass.
+
+        Where rounds ask for that every time, `evaluate` takes it along in its own pass over the data at the end of a
+        round, and the next one finds it ready.
+        """
+        params = self._checked(params)
+        if not np.array_equal(devices, np.arange(self.data.population)):
+            pairs = zip(weights, self.gradients(params, devices), strict=True)
+            return sum((weight * own for weight, own in pairs), np.zeros(params.shape)).astype(self.dtype)
+        sizes = self.train_split.sizes
+        factors = np.repeat(weights / sizes, sizes).astype(self.dtype)
+        if self._factors is None or not np.array_equal(factors, self._factors):
+            self._factors, self._ahead = factors, None
+        if self._ahead is None or not np.array_equal(params, self._ahead[0]):
+            self._ahead = params.copy(), self._pass_over_train(params)[1]
+        self._wanted = True
+        return self._ahead[1].copy()
+
+    def evaluate(self, params: Matrix) -> tuple[float, float]:
+        """Return the mean loss over all training samples and the share of all test samples classified right."""
+        params, test = self._checked(params), self.test_split
+        if not self._wanted:
+            self._factors = None
+        self._wanted = False
+        loss, slope = self._pass_over_train(params)
+        self._ahead = params.copy(), slope
+        hits = sum(hits for _, hits, _ in _sweep(test, params, None))
+        return loss / len(self.train_split.labels), hits / max(1, len(test.labels))
+
+    def _pass_over_train(self, params: Matrix) -> tuple[float, Matrix]:
+        """Return the sum of all training losses, and Σ factors · gradients where factors are set."""
+        parts = _sweep(self.train_split, params, self._factors)
+        slope = sum((slope for _, _, slope in parts), np.zeros(params.shape))
+        return sum(loss for loss, _, _ in parts), slope.astype(self.dtype)
+
+    def _device(self, device: int) -> tuple[Matrix, IntArray]:
+        rows = self.train_split.rows(device)
+        return self.train_split.features[rows], self.train_split.labels[rows]
+
+    def _checked(self, params: Matrix) -> Matrix:
+        shape = (self.data.dimension + 1, self.data.classes)
+        if params.shape != shape or params.dtype != self.dtype:
+            raise FedcontextError(f"params must be {self.dtype} {shape}, got {params.dtype} {params.shape}")
+        return np.ascontiguousarray(params)
+
+    def _compile(self) -> None:
+        """Compile every kernel for this dtype, or load it from the cache."""
+        features, labels, params = np.zeros((1, 1), self.dtype), np.zeros(1, np.int64), np.zeros((2, 2), self.dtype)
+        given = (features, labels, np.zeros((1, 1), np.int64), 1, 1.0, 0.0, params, params.copy())
+        kernels.descend(*given)
+        kernels.descend_in_span(*given, kernels.gram(features))
+        kernels.sweep(features, labels, features[0], params, params.copy(), True)
+
+
+def _laid_out(split: Split, dtype: np.dtype[Any]) -> Split:
+    return Split(np.ascontiguousarray(split.features, dtype), np.ascontiguousarray(split.labels), split.offsets)
+
+
+def _sweep(split: Split, params: Matrix, factors: Matrix | None) -> list[tuple[float, int, Matrix]]:
+    """Return (sum of losses, hits, Σ factors · gradients) of each block of samples, in one pass over the data."""
+    ones = np.ones(min(ROWS, len(split.labels)), params.dtype)
+
+    def block(start: int) -> tuple[float, int, Matrix]:
+        rows, slope = slice(start, start + ROWS), np.empty_like(params)
+        labels = split.labels[rows]
+        own = ones[: len(labels)] if factors is None else factors[rows]
+        loss, hits = kernels.sweep(split.features[rows], labels, own, params, slope, factors is not None)
+        return loss, hits, slope
+
+    return on_all_cores(block, range(0, len(split.labels), ROWS))
