@@ -72,9 +72,17 @@ def test_runs_that_differ_in_a_setting_are_separate_lines_named_by_it(write_run)
     paths = [write_run([{"loss": 1}], f"{k2}-{seed}", k2=k2, seed=seed) for k2 in (0, 10) for seed in (0, 1)]
     groups = content(*load(paths))["scenes"][0]["groups"]
     assert [(group["label"], group["seeds"]) for group in groups] == [
-        ("fedavg, k2=0", ["0", "1"]),
-        ("fedavg, k2=10", ["0", "1"]),
+        ("fedavg (k2=0)", ["0", "1"]),
+        ("fedavg (k2=10)", ["0", "1"]),
     ]
+
+
+def test_a_setting_is_named_where_it_tells_lines_apart_or_makes_a_comparison_unequal(write_run) -> None:
+    odd = {"fedavg": [(1, 1)], "folb": [(1, 1), (2, 1)], "fedprox": [(1, 3)]}
+    pairs = [(name, *pair) for name, pairs in odd.items() for pair in pairs]
+    paths = [write_run([], f"{name}{a}{b}", algorithm=name, a=a, b=b) for name, a, b in pairs]
+    labels = [group["label"] for group in content(*load(paths))["scenes"][0]["groups"]]
+    assert labels == ["fedavg (b=1)", "fedprox (b=3)", "folb (a=1, b=1)", "folb (a=2, b=1)"]
 
 
 def test_every_data_set_has_its_own_scene(write_run) -> None:
@@ -98,7 +106,7 @@ def test_who_was_left_out_when_and_why(write_run) -> None:
 
 
 def test_the_settings_on_the_page_repeat_the_runs(runs: Path, tmp_path: Path) -> None:
-    repeats = content(*load([runs]))["repeats"]
+    repeats = content(*load([runs]))["scenes"][0]["repeats"]
     assert len(repeats) == 1
     file = tmp_path / "repeat.toml"
     file.write_text(repeats[0], encoding="utf-8")
@@ -151,6 +159,6 @@ def test_a_run_without_any_round_gives_a_page(write_run) -> None:
 
 
 def test_all_settings_of_an_experiment_are_on_the_page(runs: Path) -> None:
-    text = content(*load([runs]))["repeats"][0]
+    text = content(*load([runs]))["scenes"][0]["repeats"][0]
     for field in dataclasses.fields(Experiment):
         assert field.name in text

@@ -15,13 +15,16 @@ from fedcontext.report.thinning import short, thin
 MOST = 100  # devices in a picture of stages, rows in the table of those left out, marks in a picture
 
 
-def heat(rows: Sequence[Row], devices: int, columns: int) -> dict[str, Any]:
-    """Return the weights as a grid, devices by rounds: at most so many of each, those who took part most; means where rounds share a column."""
+def heat(rows: Sequence[Row], cells: int) -> dict[str, Any]:
+    """Return the weights as a grid of devices by rounds with at most so many cells.
+
+    Where there are too many, rounds share a column (its mean), and only the devices who took part most are there.
+    """
     rows = [row for row in rows if row["devices"] or row["excluded"]]
+    wide = min(len(rows), int((2 * cells) ** 0.5))
     took_part = Counter(device for row in rows for device in row["devices"])
-    chosen = sorted((device for device, _ in took_part.most_common(devices)), key=_order)
+    chosen = sorted((device for device, _ in took_part.most_common(min(2 * MOST, cells // max(wide, 1)))), key=_order)
     place = {device: position for position, device in enumerate(chosen)}
-    wide = min(len(rows), columns)
     sums, counts = np.zeros((len(chosen), wide)), np.zeros((len(chosen), wide))
     for index, row in enumerate(rows):
         for device, weight in zip(row["devices"], row["weights"], strict=True):

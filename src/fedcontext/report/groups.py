@@ -65,8 +65,8 @@ def group(runs: Sequence[Run]) -> list[Group]:
     together: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         together[_text({**run.settings, "seed": None, "algorithm": algorithm_of(run)})].append(run)
-    differing = _differing([members[0] for members in together.values()])
-    groups = [Group(_label(members[0], differing), members) for members in together.values()]
+    firsts = [members[0] for members in together.values()]
+    groups = [Group(_label(members[0], firsts), members) for members in together.values()]
     return sorted(groups, key=lambda each: _order(algorithm_of(each.runs[0])))
 
 
@@ -75,14 +75,19 @@ def _order(algorithm: str) -> int:
     return [*ALGORITHMS, algorithm].index(algorithm)
 
 
-def _differing(runs: Sequence[Run]) -> list[str]:
-    names = dict.fromkeys(name for run in runs for name in run.settings if name not in ("seed", "algorithm"))
-    return [name for name in names if len({_text(run.settings.get(name)) for run in runs}) > 1]
+def _label(run: Run, others: Sequence[Run]) -> str:
+    """Return an algorithm's name, and the settings that tell the run from others or make it unlike all of another algorithm."""
+    names = dict.fromkeys(name for other in others for name in other.settings if name not in ("seed", "algorithm"))
+    told = [f"{name}={_value(run.settings.get(name))}" for name in names if _tells(name, run, others)]
+    return (f"{algorithm_of(run)} ({', '.join(told)})" if told else algorithm_of(run))[:TEXT]
 
 
-def _label(run: Run, differing: Sequence[str]) -> str:
-    values = [f"{name}={_value(run.settings[name])}" for name in differing if name in run.settings]
-    return ", ".join([algorithm_of(run), *values])[:TEXT]
+def _tells(name: str, run: Run, others: Sequence[Run]) -> bool:
+    values: dict[str, set[str]] = defaultdict(set)
+    for other in others:
+        values[algorithm_of(other)].add(_text(other.settings.get(name)))
+    own = values[algorithm_of(run)]
+    return len(own) > 1 or any(own.isdisjoint(theirs) for theirs in values.values())
 
 
 def _value(value: object) -> str:

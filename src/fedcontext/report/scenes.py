@@ -31,7 +31,6 @@ def content(runs: Sequence[Run], problems: Sequence[str] = (), running: str = ""
         "running": running,
         "problems": [*problems[:SAID], *more],
         "scenes": [scene(name, members, len(runs)) for name, members in by_data.items()],
-        "repeats": words.repeats(runs),
         "versions": sorted({f"{name} {version}" for run in runs for name, version in run.versions.items()}),
     }
 
@@ -46,6 +45,7 @@ def scene(dataset: str, runs: Sequence[Run], everyone: int) -> dict[str, Any]:
         "dataset": dataset,
         "sentences": [words.compared(dataset, groups), words.outcome(shown, levels)],
         "levels": levels,
+        "repeats": words.repeats(runs),
         "groups": shown,
         "runs": [_run(each, run, everyone) for each in groups for run in each.runs][:DETAILED],
     }
@@ -64,10 +64,9 @@ def _group(each: Group, levels: Sequence[float], points: int) -> dict[str, Any]:
 
 
 def _run(each: Group, run: Run, everyone: int) -> dict[str, Any]:
-    cells = min(10_000, CELLS // everyone)
     return {
         "label": f"{each.label}, seed {seed_of(run)}",
-        "heat": heat(run.rows, devices=max(10, int((cells / 2) ** 0.5)), columns=max(20, int((cells * 2) ** 0.5))),
+        "heat": heat(run.rows, cells=min(12_000, max(200, CELLS // everyone))),
         "stages": stages(run.rows),
         "left_out": left_out(run.rows),
         "promise": promise(run.rows, points=min(600, max(100, POINTS // everyone))),

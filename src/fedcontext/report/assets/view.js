@@ -151,8 +151,8 @@ function writeRun() {
 function writeRepeats() {
   byId("versions").textContent = page.versions.length ? `Made with ${page.versions.join(", ")}.` : "";
   const texts = [...byId("repeats").querySelectorAll("pre")].map((pre) => pre.textContent);
-  if (texts.join("\n\n") === page.repeats.join("\n\n")) return;
-  byId("repeats").replaceChildren(...page.repeats.map((text) => {
+  if (texts.join("\n\n") === scene().repeats.join("\n\n")) return;
+  byId("repeats").replaceChildren(...scene().repeats.map((text) => {
     const button = make("button", { type: "button", textContent: "Copy" });
     button.addEventListener("click", async () => {
       button.textContent = (await copied(text)) ? "Copied" : "Press Ctrl+C";
