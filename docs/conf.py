@@ -5,7 +5,8 @@ Sphinx with Shibuya: both are released regularly, warnings can fail a build, and
 
 from __future__ import annotations
 
-import re
+import dataclasses
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ author = "The fedcontext developers"
 copyright = "The fedcontext developers"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 source_suffix = {".md": "markdown"}
@@ -44,10 +45,23 @@ html_theme_options = {"accent_color": "blue", "nav_links": []}
 html_show_sphinx = False
 
 
-def escape(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Keep the bars of absolute values from being read as reStructuredText substitutions."""
-    for index, line in enumerate(lines):
-        lines[index] = re.sub(r"(?<!\\)\|", r"\\|", line)
+def tidy(app: Any, what: str, name: str, obj: Any, options: object, lines: list[str]) -> None:
+    """Add what the comments beside a dataclass's fields say, and write the rest as reStructuredText."""
+    if what == "class" and dataclasses.is_dataclass(obj):
+        lines += ["", *(f":param {field}: {text}" for field, text in site_parts.field_comments(obj).items()), ""]
+    lines[:] = site_parts.as_rst(lines)
+
+
+def shorten(
+    app: Any, what: str, name: str, obj: Any, options: object, signature: str | None, result: str | None
+) -> Any:
+    """Write arrays in signatures by the names that the source uses."""
+    return site_parts.short(signature), site_parts.short(result)
+
+
+def skip(app: Any, what: str, name: str, obj: object, skipped: bool, options: object) -> bool:
+    """Leave out fields: their class says what they are."""
+    return skipped or not (callable(obj) or isinstance(obj, property | functools.cached_property))
 
 
 def setup(app: Any) -> None:
@@ -56,4 +70,6 @@ def setup(app: Any) -> None:
     (HERE / "generated" / "cli.md").write_text(site_parts.cli_reference(), encoding="utf-8")
     (HERE / "generated" / "schema.md").write_text(site_parts.table_schema(), encoding="utf-8")
     app.add_html_math_renderer("mathml", (site_parts.inline_math, None), (site_parts.block_math, None))
-    app.connect("autodoc-process-docstring", escape)
+    app.connect("autodoc-process-docstring", tidy)
+    app.connect("autodoc-process-signature", shorten)
+    app.connect("autodoc-skip-member", skip)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
 import typer.main
@@ -26,7 +28,7 @@ def _commands(path: str, command: Any) -> list[str]:
     options = [each for each in command.params if each.param_type_name == "option" and each.name != "help"]
     usage = " ".join([path, *(_argument(each) for each in arguments), *(["[OPTIONS]"] if options else [])])
     about = (command.help or "").strip()
-    return [f"## {path}", about, f"```\n{usage}\n```", *_table("argument", arguments), *_table("option", options)]
+    return [f"## {path}", about, f"```\n{usage}\n```", _table([*arguments, *options])]
 
 
 def _argument(argument: Any) -> str:
@@ -34,11 +36,9 @@ def _argument(argument: Any) -> str:
     return name if argument.required else f"[{name}]"
 
 
-def _table(heading: str, params: list[Any]) -> list[str]:
-    if not params:
-        return []
+def _table(params: list[Any]) -> str:
     rows = [f"| `{_name(each)}` | {_cell(each.help or '')} |" for each in params]
-    return ["\n".join([f"| {heading} | |", "|---|---|", *rows])]
+    return "\n".join(["| | |", "|---|---|", *rows]) if rows else ""
 
 
 def _name(param: Any) -> str:
@@ -53,6 +53,28 @@ def table_schema() -> str:
     """Return the columns of the exported table."""
     rows = [f"| `{name}` | {_cell(about)} |" for name, about in SCHEMA.items()]
     return "\n".join(["| column | what it holds |", "|---|---|", *rows]) + "\n"
+
+
+def field_comments(kind: type) -> dict[str, str]:
+    """Return what the comments beside a dataclass's fields say of them."""
+    return dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.+)$", inspect.getsource(kind), re.MULTILINE))
+
+
+def as_rst(lines: list[str]) -> list[str]:
+    """Return a docstring with its arguments as fields, and bars that no one reads as substitutions."""
+    fields = [re.sub(r"^ {4}(\w+): (?=.* )", r":param \1: ", line) if "Args:" in lines else line for line in lines]
+    return [line.replace("|", "\\|") if line.lstrip()[:3] != ">>>" else line for line in fields if line != "Args:"]
+
+
+def short(signature: str | None) -> str | None:
+    """Return a signature with the arrays' long types by their short names."""
+    if signature is None:
+        return None
+    return re.sub(r"[~\w.]*ndarray\[[^\[]*\[[^\]]*\], [~\w.]*dtype\[[~\w.]*?(float|int)64\]\]", _array, signature)
+
+
+def _array(found: re.Match[str]) -> str:
+    return {"float": "FloatArray", "int": "IntArray"}[found[1]]
 
 
 def inline_math(self: Any, node: Any) -> None:

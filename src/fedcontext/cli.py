@@ -33,8 +33,6 @@ data_app = typer.Typer(
     help="The data sets: list them, fetch their files, or see where those are.", no_args_is_help=True
 )
 app.add_typer(data_app, name="data")
-app.command()(cli_report.report)
-app.command()(cli_report.export)
 
 File = Annotated[Path | None, typer.Argument(help="TOML file with settings; options on the command line win.")]
 Dataset = Annotated[str | None, typer.Option(help=f"One of {', '.join(NAMES)}. [default: synthetic-1-1]")]
@@ -254,6 +252,10 @@ def reproduce(
             carry_out(todo, out_dir, jobs or os.cpu_count() or 1, on_round)
         for path in draw(study, open_book(lines, out_dir, quick), out_dir / "figures"):
             out.print(f"{study.name}: {path}", soft_wrap=True, highlight=False)
+
+
+app.command()(cli_report.report)
+app.command()(cli_report.export)
 
 
 @data_app.command("list")
