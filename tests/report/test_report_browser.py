@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from fedcontext.paper.experiments import runs_of, study_named
 from fedcontext.report import write
+from fedcontext.runner import run_all
 
 from .conftest import ALGORITHMS
 
@@ -37,6 +39,20 @@ def test_every_chart_is_drawn_and_nothing_scrolls_sideways(open_page, report: Pa
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SCREENSHOTS / f"report-{width}-{scheme}.png", full_page=True)
+
+
+@pytest.mark.slow
+def test_the_papers_rounds_study_is_drawn_whole(open_page, tmp_path: Path) -> None:
+    quick = runs_of(study_named("rounds").quick_lines(), quick=True)
+    run_all([run for run in quick if run.dataset == "synthetic-iid"], tmp_path / "runs", jobs=1)
+    write([tmp_path / "runs"], tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html")
+    assert {chart: page.evaluate(DRAWN, chart) for chart in CHARTS if not page.evaluate(DRAWN, chart)} == {}
+    labels = page.locator("#legend").inner_text()
+    assert "fedavg-contextual (k2=0)" in labels
+    assert "fedavg-contextual (k2=N)" in labels
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / "rounds.png", full_page=True)
 
 
 def test_the_axis_switch_changes_charts_and_table(open_page, report: Path) -> None:
@@ -129,6 +145,7 @@ def test_the_layout_does_not_jump_when_charts_arrive(open_page, report: Path) ->
 
 def test_the_page_prints(open_page, report: Path) -> None:
     page = open_page(report, scheme="dark")
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     text = page.pdf(path=SCREENSHOTS / "report.pdf", format="A4", print_background=True)
     assert text.startswith(b"%PDF")
 
