@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as arrays
 from typer.testing import CliRunner
 
 from fedcontext.cli import app
+from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment, settings_from_toml
 from fedcontext.loading import Run, load
 from fedcontext.records import read
@@ -152,6 +153,12 @@ def test_the_command_writes_a_page_and_says_what_it_passed_over(runs: Path, tmp_
     assert result.exit_code == 0, result.output
     assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert not list(tmp_path.glob(".*.part"))
+
+
+def test_a_page_that_cannot_be_written_is_named(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FedcontextError, match=r"page.html: cannot be written"):
+        write([runs], tmp_path / "file" / "page.html")
 
 
 def test_a_run_without_any_round_gives_a_page(write_run) -> None:

@@ -12,7 +12,7 @@ from fedcontext.loading import Row, column
 from fedcontext.report.reach import promise_kept
 from fedcontext.report.thinning import short, thin
 
-MOST = 100  # devices in a picture of stages, rows in the table of those left out, marks in a picture
+MOST = 100  # devices in a picture of stages, and marks of failed promises
 
 
 def heat(rows: Sequence[Row], cells: int) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def heat(rows: Sequence[Row], cells: int) -> dict[str, Any]:
     rows = [row for row in rows if row["devices"] or row["excluded"]]
     wide = min(len(rows), int((2 * cells) ** 0.5))
     took_part = Counter(device for row in rows for device in row["devices"])
-    chosen = sorted((device for device, _ in took_part.most_common(min(2 * MOST, cells // max(wide, 1)))), key=_order)
+    chosen = sorted((device for device, _ in took_part.most_common(min(200, cells // max(wide, 1)))), key=_order)
     place = {device: position for position, device in enumerate(chosen)}
     sums, counts = np.zeros((len(chosen), wide)), np.zeros((len(chosen), wide))
     for index, row in enumerate(rows):
@@ -40,7 +40,7 @@ def heat(rows: Sequence[Row], cells: int) -> dict[str, Any]:
         "limit": float(np.quantile(known, 0.98)) if known.size and known.max() > 0 else 1.0,
         "of": len(took_part),
         "per_column": -(-len(rows) // wide) if wide else 1,
-        "left_out": _left_out_marks(rows, place),
+        "left_out": _left_out_marks(rows, place, cells // 20),
     }
 
 
@@ -51,14 +51,14 @@ def stages(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [_stage(row) for row in chosen.values()]
 
 
-def left_out(rows: Sequence[Row]) -> dict[str, Any]:
+def left_out(rows: Sequence[Row], most: int) -> dict[str, Any]:
     """Return who was left out, why and in which rounds, the most frequent first; and the rounds that were lost."""
     when: dict[tuple[int | str, str], list[int]] = defaultdict(list)
     for row in rows:
         for device, why in row["excluded"].items():
             when[device, why].append(row["number"])
     ranked = sorted(when.items(), key=lambda item: (-len(item[1]), _order(item[0][0])))
-    shown = [[str(device), why, len(numbers), ranges(numbers)] for (device, why), numbers in ranked[:MOST]]
+    shown = [[str(device), why, len(numbers), ranges(numbers)] for (device, why), numbers in ranked[:most]]
     lost = [row["number"] for row in rows if row["lost"]]
     return {"rows": shown, "more": len(ranked) - len(shown), "lost": ranges(lost), "lost_count": len(lost)}
 
@@ -103,10 +103,10 @@ def _stage(row: Row) -> dict[str, Any]:
     return {"round": row["number"], "devices": [str(device) for device, _ in ranked], "weights": short(weights)}
 
 
-def _left_out_marks(rows: Sequence[Row], place: dict[int | str, int]) -> list[list[int]]:
+def _left_out_marks(rows: Sequence[Row], place: dict[int | str, int], most: int) -> list[list[int]]:
     """Return [round, position of the device] of those left out, an even choice where there are very many."""
     marks = [[row["number"], place[device]] for row in rows for device in row["excluded"] if device in place]
-    return [marks[position] for position in np.linspace(0, len(marks) - 1, min(len(marks), 4 * MOST)).astype(int)]
+    return [marks[position] for position in np.linspace(0, len(marks) - 1, min(len(marks), most)).astype(int)]
 
 
 def _order(device: int | str) -> tuple[bool, int, str]:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 
@@ -65,8 +66,8 @@ def group(runs: Sequence[Run]) -> list[Group]:
     together: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         together[_text({**run.settings, "seed": None, "algorithm": algorithm_of(run)})].append(run)
-    firsts = [members[0] for members in together.values()]
-    groups = [Group(_label(members[0], firsts), members) for members in together.values()]
+    values = _values([members[0] for members in together.values()])
+    groups = [Group(_label(members[0], values), members) for members in together.values()]
     return sorted(groups, key=lambda each: _order(algorithm_of(each.runs[0])))
 
 
@@ -75,19 +76,27 @@ def _order(algorithm: str) -> int:
     return [*ALGORITHMS, algorithm].index(algorithm)
 
 
-def _label(run: Run, others: Sequence[Run]) -> str:
-    """Return an algorithm's name, and the settings that tell the run from others or make it unlike all of another algorithm."""
-    names = dict.fromkeys(name for other in others for name in other.settings if name not in ("seed", "algorithm"))
-    told = [f"{name}={_value(run.settings.get(name))}" for name in names if _tells(name, run, others)]
-    return (f"{algorithm_of(run)} ({', '.join(told)})" if told else algorithm_of(run))[:TEXT]
+Values: TypeAlias = dict[str, dict[str, set[str]]]  # of every setting, by algorithm
 
 
-def _tells(name: str, run: Run, others: Sequence[Run]) -> bool:
-    values: dict[str, set[str]] = defaultdict(set)
-    for other in others:
-        values[algorithm_of(other)].add(_text(other.settings.get(name)))
-    own = values[algorithm_of(run)]
-    return len(own) > 1 or any(own.isdisjoint(theirs) for theirs in values.values())
+def _values(runs: Sequence[Run]) -> Values:
+    names = dict.fromkeys(name for run in runs for name in run.settings if name not in ("seed", "algorithm"))
+    found: Values = {name: defaultdict(set) for name in names}
+    for name, by_algorithm in found.items():
+        for run in runs:
+            by_algorithm[algorithm_of(run)].add(_text(run.settings.get(name)))
+    return found
+
+
+def _label(run: Run, values: Values) -> str:
+    """Return an algorithm's name, with the settings that tell its lines apart or make it unlike all of another's."""
+    name = algorithm_of(run)
+    told = [f"{key}={_value(run.settings.get(key))}" for key, by in values.items() if _tells(by[name], by)]
+    return (f"{name} ({', '.join(told)})" if told else name)[:TEXT]
+
+
+def _tells(own: set[str], by_algorithm: dict[str, set[str]]) -> bool:
+    return len(own) > 1 or any(own.isdisjoint(theirs) for theirs in by_algorithm.values())
 
 
 def _value(value: object) -> str:

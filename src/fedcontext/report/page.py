@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fedcontext.errors import require
+from fedcontext.errors import FedcontextError, require
 
 
 def to_html(content: dict[str, Any]) -> str:
@@ -42,7 +42,10 @@ def to_json(content: object) -> str:
 
 def replace(path: Path, text: str) -> None:
     """Write ``path`` whole or not at all, so that a browser never reads half a page."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.part")
-    scratch.write_bytes(text.encode("utf-8", errors="replace"))
-    scratch.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_bytes(text.encode("utf-8", errors="replace"))
+        scratch.replace(path)
+    except OSError as error:
+        raise FedcontextError(f"{path}: cannot be written ({error.strerror})") from None

@@ -16,6 +16,7 @@ from fedcontext.version import __version__
 
 POINTS = 12_000  # that all lines of one picture share
 CELLS = 120_000  # that all runs' grids of weights share
+LEFT_OUT = 4_000  # rows that all runs' tables of devices left out share
 DETAILED = 200  # runs whose devices are shown; of more, only the curves are
 SAID = 20  # problems listed before they are only counted
 
@@ -68,6 +69,6 @@ def _run(each: Group, run: Run, everyone: int) -> dict[str, Any]:
         "label": f"{each.label}, seed {seed_of(run)}",
         "heat": heat(run.rows, cells=min(12_000, max(200, CELLS // everyone))),
         "stages": stages(run.rows),
-        "left_out": left_out(run.rows),
+        "left_out": left_out(run.rows, most=min(100, max(10, LEFT_OUT // everyone))),
         "promise": promise(run.rows, points=min(600, max(100, POINTS // everyone))),
     }
