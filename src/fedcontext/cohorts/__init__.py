@@ -75,11 +75,11 @@ def engine_named(name: str, data: FederatedData) -> Engine:
 def _check(data: FederatedData) -> None:
     if (data.train.sizes < 1).any():
         raise FedcontextError(f"device {int(data.train.sizes.argmin())} has no training samples")
-    if data.test.offsets.shape != data.train.offsets.shape:
+    if len(data.test.sizes) != len(data.judged.sizes):
         raise FedcontextError(
-            f"train and test must have the same devices, got {data.population} and {len(data.test.sizes)}"
+            f"train and test must have the same devices, got {len(data.judged.sizes)} and {len(data.test.sizes)}"
         )
-    for side, split in (("train", data.train), ("test", data.test)):
+    for side, split in (("train", data.judged), ("test", data.test)):
         if split.features.shape != (len(split.labels), data.dimension):
             raise FedcontextError(
                 f"{side} features must be ({len(split.labels)}, {data.dimension}), got {split.features.shape}"

@@ -12,7 +12,7 @@ from fedcontext.cohorts import kernels
 from fedcontext.cohorts.compiling import announced
 from fedcontext.cohorts.draws import compiled_orders
 from fedcontext.cohorts.threads import on_all_cores
-from fedcontext.datasets.federated import FederatedData, Split
+from fedcontext.datasets.federated import FederatedData, Samples, Split, is_everyone, judged
 from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray
 
@@ -29,7 +29,7 @@ class SoftmaxFast:
 
     def __init__(self, data: FederatedData, dtype: npt.DTypeLike = np.float32) -> None:
         self.data, self.dtype = data, np.dtype(dtype)
-        self.train_split, self.test_split = (_laid_out(split, self.dtype) for split in (data.train, data.test))
+        self.train_split, self.test_split = data.train.each(self._laid_out), data.test.each(self._laid_out)
         self._grams: dict[int, Matrix] = {}
         self._kept = 0
         self._factors: Matrix | None = None  # of each sample, in the last gradient over all devices
@@ -47,16 +47,17 @@ class SoftmaxFast:
         """Return each device's update: mini-batch SGD on F_k(w) + (μ/2)‖w - wᵗ‖² from ``params``."""
         params = self._checked(params)
         longest = np.argsort(-work.epochs * self.train_split.sizes[work.devices], kind="stable")
-        updates = on_all_cores(lambda row: self._train_device(params, row, work), longest.tolist())
+        start = _by_class(params)
+        updates = on_all_cores(lambda row: self._train_device(start, row, work), longest.tolist())
         return [update for _, update in sorted(zip(longest.tolist(), updates, strict=True), key=lambda pair: pair[0])]
 
-    def _train_device(self, params: Matrix, row: int, work: Work) -> Matrix:
+    def _train_device(self, start: tuple[Matrix, Matrix], row: int, work: Work) -> Matrix:
         device, epochs, local = int(work.devices[row]), int(work.epochs[row]), work.local
-        features, labels = self._device(device)
+        features, labels = self.train_split.device(device)
         orders = self._orders(work.seed, work.number, device, len(labels), epochs)
-        update = np.empty_like(params)
+        update = np.empty((self.data.dimension + 1, self.data.classes), self.dtype)
         size = min(local.batch_size, len(labels))
-        given = (features, labels, orders, size, float(local.learning_rate), float(local.mu), params, update)
+        given = (features, labels, orders, size, float(local.learning_rate), float(local.mu), *start, update)
         if self._spans(device, len(labels), epochs):
             kernels.descend_in_span(*given, self._gram(device, features))
         else:
@@ -80,14 +81,15 @@ class SoftmaxFast:
 
     def gradients(self, params: Matrix, devices: IntArray) -> list[Matrix]:
         """Return ∇F_k(params) of each device."""
-        params = self._checked(params)
-        return on_all_cores(lambda device: self._gradient_of(params, device), devices.tolist())
+        start = _by_class(self._checked(params))
 
-    def _gradient_of(self, params: Matrix, device: int) -> Matrix:
-        features, labels = self._device(device)
-        slope = np.empty_like(params)
-        kernels.sweep(features, labels, np.full(len(labels), 1 / len(labels), self.dtype), params, slope, True)
-        return slope
+        def own(device: int) -> Matrix:
+            features, labels = self.train_split.device(device)
+            slope, factors = np.empty_like(params), np.full(len(labels), 1 / len(labels), self.dtype)
+            kernels.sweep(features, labels, factors, *start, slope, True)
+            return slope
+
+        return on_all_cores(own, devices.tolist())
 
     def gradient(self, params: Matrix, devices: IntArray, weights: FloatArray) -> Matrix:
         """Return Σ weights ∇F_k(params), over all devices in one pass.
@@ -96,7 +98,7 @@ class SoftmaxFast:
         round, and the next one finds it ready.
         """
         params = self._checked(params)
-        if not np.array_equal(devices, np.arange(self.data.population)):
+        if not is_everyone(self.train_split, devices):
             pairs = zip(weights, self.gradients(params, devices), strict=True)
             return sum((weight * own for weight, own in pairs), np.zeros(params.shape)).astype(self.dtype)
         sizes = self.train_split.sizes
@@ -117,17 +119,17 @@ class SoftmaxFast:
         loss, slope = self._pass_over_train(params)
         self._ahead = params.copy(), slope
         hits = sum(hits for _, hits, _ in _sweep(test, params, None))
-        return loss / len(self.train_split.labels), hits / max(1, len(test.labels))
+        return loss / len(judged(self.train_split).labels), hits / max(1, len(test.labels))
 
     def _pass_over_train(self, params: Matrix) -> tuple[float, Matrix]:
         """Return the sum of all training losses, and Σ factors · gradients where factors are set."""
-        parts = _sweep(self.train_split, params, self._factors)
+        parts = _sweep(judged(self.train_split), params, self._factors)
         slope = sum((slope for _, _, slope in parts), np.zeros(params.shape))
         return sum(loss for loss, _, _ in parts), slope.astype(self.dtype)
 
-    def _device(self, device: int) -> tuple[Matrix, IntArray]:
-        rows = self.train_split.rows(device)
-        return self.train_split.features[rows], self.train_split.labels[rows]
+    def _laid_out(self, samples: Samples) -> Samples:
+        """Return samples row by row in memory (they mostly are), read-only so that there is one kind to compile for."""
+        return _sealed(samples[0], self.dtype), _sealed(samples[1], np.dtype(np.int64))
 
     def _checked(self, params: Matrix) -> Matrix:
         shape = (self.data.dimension + 1, self.data.classes)
@@ -137,26 +139,35 @@ class SoftmaxFast:
 
     def _compile(self) -> None:
         """Compile every kernel for this dtype, or load it from the cache."""
-        features, labels, params = np.zeros((1, 1), self.dtype), np.zeros(1, np.int64), np.zeros((2, 2), self.dtype)
-        given = (features, labels, np.zeros((1, 1), np.int64), 1, 1.0, 0.0, params, params.copy())
+        features, labels = _sealed(np.zeros((1, 1)), self.dtype), _sealed(np.zeros(1), np.dtype(np.int64))
+        params = np.zeros((2, 2), self.dtype)
+        start = _by_class(params)
+        given = (features, labels, np.zeros((1, 1), np.int64), 1, 1.0, 0.0, *start, params)
         kernels.descend(*given)
         kernels.descend_in_span(*given, kernels.gram(features))
-        kernels.sweep(features, labels, features[0], params, params.copy(), True)
+        kernels.sweep(features, labels, params[0, :1], *start, params, True)
 
 
-def _laid_out(split: Split, dtype: np.dtype[Any]) -> Split:
-    return Split(np.ascontiguousarray(split.features, dtype), np.ascontiguousarray(split.labels), split.offsets)
+def _by_class(params: Matrix) -> tuple[Matrix, Matrix]:
+    """Return weights (C, d), a row of memory for each class, and biases (C,)."""
+    return np.ascontiguousarray(params[:-1].T), np.ascontiguousarray(params[-1])
+
+
+def _sealed(array: Matrix, dtype: np.dtype[Any]) -> Matrix:
+    view: Matrix = np.ascontiguousarray(array, dtype).view(np.ndarray)
+    view.flags.writeable = False
+    return view
 
 
 def _sweep(split: Split, params: Matrix, factors: Matrix | None) -> list[tuple[float, int, Matrix]]:
     """Return (sum of losses, hits, Σ factors · gradients) of each block of samples, in one pass over the data."""
-    ones = np.ones(min(ROWS, len(split.labels)), params.dtype)
+    start, ones = _by_class(params), np.ones(min(ROWS, len(split.labels)), params.dtype)
 
-    def block(start: int) -> tuple[float, int, Matrix]:
-        rows, slope = slice(start, start + ROWS), np.empty_like(params)
+    def block(first: int) -> tuple[float, int, Matrix]:
+        rows, slope = slice(first, first + ROWS), np.empty_like(params)
         labels = split.labels[rows]
         own = ones[: len(labels)] if factors is None else factors[rows]
-        loss, hits = kernels.sweep(split.features[rows], labels, own, params, slope, factors is not None)
+        loss, hits = kernels.sweep(split.features[rows], labels, own, *start, slope, factors is not None)
         return loss, hits, slope
 
     return on_all_cores(block, range(0, len(split.labels), ROWS))

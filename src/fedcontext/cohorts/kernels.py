@@ -106,11 +106,16 @@ def residuals(scores: Matrix, rows: IntArray, labels: IntArray, factors: Matrix)
 
 @compiled
 def sweep(
-    features: Matrix, labels: IntArray, factors: Matrix, start: Matrix, slope: Matrix, backwards: bool
+    features: Matrix,
+    labels: IntArray,
+    factors: Matrix,
+    weights: Matrix,
+    bias: Matrix,
+    slope: Matrix,
+    backwards: bool,
 ) -> tuple[float, int]:
-    """Return the sum of losses and the hits at ``start`` (d + 1, C); if ``backwards``, write Σ factors · gradients."""
-    weights, bias, count = start[:-1].T.copy(), start[-1], labels.size
-    pull, classes = np.zeros_like(weights), bias.size
+    """Return the sum of losses and the hits at ``weights`` and ``bias``; if ``backwards``, write Σ factors · gradients."""
+    count, classes, pull = labels.size, bias.size, np.zeros_like(weights)
     scores, rows = np.empty((SWEEP, classes), weights.dtype), np.arange(count)
     slope[-1] = 0
     loss, hits = 0.0, 0
@@ -125,17 +130,27 @@ def sweep(
             add_rows(pull, features, block, own)
             for i in range(block.size):
                 slope[-1] += own[i]
-    slope[:-1] = pull.T
+    _put(slope, pull)
     return loss, hits
 
 
 @compiled
 def descend(
-    features: Matrix, labels: IntArray, orders: IntArray, size: int, rate: float, mu: float, start: Matrix, out: Matrix
+    features: Matrix,
+    labels: IntArray,
+    orders: IntArray,
+    size: int,
+    rate: float,
+    mu: float,
+    first: Matrix,
+    first_bias: Matrix,
+    out: Matrix,
 ) -> None:
-    """Write the update of mini-batch SGD from ``start`` (d + 1, C) into ``out``: a step a batch, in the given orders."""
-    first, bias = start[:-1].T.copy(), start[-1].copy()
-    weights, classes = first.copy(), bias.size
+    """Write the update of mini-batch SGD from ``first`` (C, d) and ``first_bias`` into ``out`` (d + 1, C).
+
+    A step is one batch of ``size``, in the order that ``orders`` gives for each epoch.
+    """
+    weights, bias, classes = first.copy(), first_bias.copy(), first_bias.size
     scores, pull = np.empty((size, classes), first.dtype), first.dtype.type(rate * mu)
     factors = np.empty(size, first.dtype)
     for epoch in range(orders.shape[0]):
@@ -148,12 +163,22 @@ def descend(
             residuals(own, rows, labels, factors)
             if mu:
                 _draw_back(weights, first, pull)
-                bias += pull * (start[-1] - bias)
+                bias += pull * (first_bias - bias)
             add_rows(weights, features, rows, own)
             for i in range(rows.size):
                 bias += own[i]
-    out[:-1] = (weights - first).T
-    out[-1] = bias - start[-1]
+    for c in range(classes):
+        _add_one(weights[c], first[c], -1)
+    _put(out, weights)
+    out[-1] = bias - first_bias
+
+
+@compiled
+def _put(out: Matrix, weights: Matrix) -> None:
+    """Write weights (C, d) into the first d rows of ``out`` (d + 1, C)."""
+    for j in range(weights.shape[1]):
+        for c in range(weights.shape[0]):
+            out[j, c] = weights[c, j]
 
 
 @compiled
@@ -188,7 +213,8 @@ def descend_in_span(
     size: int,
     rate: float,
     mu: float,
-    start: Matrix,
+    first: Matrix,
+    first_bias: Matrix,
     out: Matrix,
     inner: Matrix,
 ) -> None:
@@ -197,11 +223,10 @@ def descend_in_span(
     The update is Σ coefficients[c, i] · xᵢ, so a step changes the scores of all n samples by products with
     ``inner`` = `gram`: n C numbers a sample instead of 2 d C. The features are read once before and once after.
     """
-    count, classes = labels.size, start.shape[1]
-    everyone, weights = np.arange(count), start[:-1].T.copy()
-    before = np.empty((count, classes), weights.dtype)
-    products(features, everyone, weights, before)
-    before += start[-1]
+    count, classes, weights = labels.size, first_bias.size, np.zeros_like(first)
+    everyone, before = np.arange(count), np.empty((count, classes), weights.dtype)
+    products(features, everyone, first, before)
+    before += first_bias
     origin = before.T.copy()
     scores, coefficients = origin.copy(), np.zeros((count, classes), weights.dtype)
     steps, pull = np.empty((size, classes), weights.dtype), weights.dtype.type(rate * mu)
@@ -220,8 +245,7 @@ def descend_in_span(
             add_rows(scores, inner, rows, own)
             for i in range(rows.size):
                 coefficients[rows[i]] += own[i]
-    weights[:] = 0
     add_rows(weights, features, everyone, coefficients)
-    out[:-1] = weights.T
+    _put(out, weights)
     for c in range(classes):
         out[-1, c] = coefficients[:, c].sum()

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -22,6 +24,9 @@ def workers() -> int:
 
 @cache
 def _helpers() -> ThreadPoolExecutor:
+    """Return the other threads. From here on BLAS keeps to one: its own would spin on the cores these work on."""
+    if find_spec("threadpoolctl"):
+        import_module("threadpoolctl").threadpool_limits(1, user_api="blas")
     return ThreadPoolExecutor(max(1, workers() - 1), thread_name_prefix="fedcontext")
 
 
