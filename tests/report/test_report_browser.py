@@ -178,4 +178,4 @@ def test_runs_without_measures_say_so_instead_of_drawing(open_page, write_run, t
     write([write_run([{"number": 1}])], tmp_path / "page.html")
     page = open_page(tmp_path / "page.html")
     assert page.locator(".chart.empty").count() == len(CHARTS)
-    assert "No accuracy level was reached" in page.locator("#reach").inner_text()
+    assert "No accuracy level was reached" in page.locator("#reach-note").inner_text()

@@ -161,6 +161,13 @@ def test_a_page_that_cannot_be_written_is_named(runs: Path, tmp_path: Path) -> N
         write([runs], tmp_path / "file" / "page.html")
 
 
+def test_a_seed_that_waits_for_its_turn_does_not_count_as_failed(write_run) -> None:
+    paths = [write_run([{"accuracy": 0.6}], "first"), write_run([], "second", seed=1)]
+    scene = content(*load(paths))["scenes"][0]
+    assert scene["groups"][0]["reach"]["rounds"][-1] == 1
+    assert scene["sentences"][1].startswith("fedavg reached 60% accuracy after 1 round")
+
+
 def test_a_run_without_any_round_gives_a_page(write_run) -> None:
     assert "0 rounds" in to_html(content(*load([write_run([])])))
 

@@ -67,8 +67,13 @@ def group(runs: Sequence[Run]) -> list[Group]:
     for run in runs:
         together[_text({**run.settings, "seed": None, "algorithm": algorithm_of(run)})].append(run)
     values = _values([members[0] for members in together.values()])
-    groups = [Group(_label(members[0], values), members) for members in together.values()]
+    groups = [Group(_label(members[0], values), _begun(members)) for members in together.values()]
     return sorted(groups, key=lambda each: _order(algorithm_of(each.runs[0])))
+
+
+def _begun(runs: list[Run]) -> list[Run]:
+    """Return the runs that have rounds, or all where none has: one that waits for its turn has not failed."""
+    return [run for run in runs if run.rows] or runs
 
 
 def _order(algorithm: str) -> int:

@@ -52,11 +52,12 @@ class LivePage:
         self.out, self.script = out, out.with_suffix(".live.js")
         self.runs: dict[str, Run] = {each.name: started(each) for each in experiments}
         self.total = sum(each.rounds for each in experiments)
-        self.started = time.monotonic()
+        self.begun, self.latest = time.monotonic(), ""
 
     def add(self, experiment: Experiment, record: RoundRecord) -> None:
         """Take in one more round."""
         self.runs[experiment.name].rows.append(row_of(record))
+        self.latest = f"{experiment.algorithm}, round {record.number} of {experiment.rounds}; "
 
     def write_page(self, running: bool) -> None:
         """Write the whole page."""
@@ -72,7 +73,6 @@ class LivePage:
 
     def _progress(self) -> str:
         done = sum(len(run.rows) for run in self.runs.values())
-        latest = max((row["number"] for run in self.runs.values() for row in run.rows[-1:]), default=0)
-        left = (time.monotonic() - self.started) / done * (self.total - done) if done else 0
+        left = (time.monotonic() - self.begun) / done * (self.total - done) if done else 0
         more = f", about {left:.0f} s left" if done else ""
-        return f"Running: round {latest}, {done} of {self.total} rounds of {len(self.runs)} runs done{more}."
+        return f"Running: {self.latest}{done} of {self.total} rounds done{more}."

@@ -33,9 +33,13 @@ def outcome(groups: Sequence[dict[str, Any]], levels: Sequence[float]) -> str:
         there = [(g["reach"]["rounds"][position], g["label"]) for g in groups]
         ranked = sorted((count, label) for count, label in there if count is not None)
         if ranked:
-            first = f"{ranked[0][1]} reached {levels[position]:.0%} accuracy after {ranked[0][0]:g} rounds"
+            first = f"{ranked[0][1]} reached {levels[position]:.0%} accuracy after {_rounds(ranked[0][0])}"
             return f"{first}{_next(ranked, len(groups))}{'; ' * bool(end)}{end}."
     return f"No accuracy level was reached{'; ' * bool(end)}{end}." if groups else "There are no rounds yet."
+
+
+def _rounds(count: float) -> str:
+    return f"{count:g} round{'s' * (count != 1)}"
 
 
 def _next(ranked: Sequence[tuple[float, str]], everyone: int) -> str:

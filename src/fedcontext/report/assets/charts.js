@@ -82,7 +82,7 @@ function drawReach() {
   const [title, more] = UNIT_AXES[view.unit];
   const traces = levels.length ? shown().map((group) => ({ type: "bar", name: plain(group.label), x: levels, y: group.reach[view.unit], marker: { color: colour(group.index), pattern: { shape: HATCHES[NAMES.indexOf(dashOf(group.index))], fillmode: "overlay", solidity: 0.2, size: 7, fgcolor: css("--back"), fgopacity: 0.7 } } })) : [];
   const y = axis(view.unit === "rounds" ? "rounds" : title, { ...more, hoverformat: ".4~s", rangemode: "tozero" });
-  return plot("reach", `Cost in ${UNITS[view.unit]} to reach accuracy levels; the table below has the numbers`, traces, layout(axis("test accuracy", { type: "category", fixedrange: true }), y, { barmode: "group", bargap: 0.25, uirevision: view.unit }), "No accuracy level was reached.");
+  return plot("reach", `Cost in ${UNITS[view.unit]} to reach accuracy levels; the table below has the numbers`, traces, layout(axis("test accuracy", { type: "category", fixedrange: true }), y, { barmode: "group", bargap: 0.25, uirevision: view.unit }), " ");
 }
 
 function drawHeat() {

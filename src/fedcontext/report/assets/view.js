@@ -17,7 +17,8 @@ const scene = () => page.scenes.find((each) => each.dataset === view.scene) || p
 const groups = () => scene().groups;
 const shown = () => groups().map((group, index) => ({ ...group, index })).filter((group) => !view.hidden.has(group.label));
 const baseline = () => groups().find((group) => group.label === view.baseline) || groups().find((group) => group.label.startsWith("fedavg")) || groups()[0];
-const run = () => scene().runs.find((each) => each.label === view.run) || scene().runs.find((each) => each.label.includes("contextual")) || scene().runs[0];
+const weighed = () => scene().runs.filter((each) => each.stages.length);
+const run = () => scene().runs.find((each) => each.label === view.run) || weighed().find((each) => each.label.includes("contextual")) || weighed()[0] || scene().runs[0];
 
 function number(value, digits = 4) {
   if (value === null || value === undefined) return "–";
@@ -46,6 +47,7 @@ function writeHead() {
   byId("outcome").textContent = scene().sentences[1];
   const status = byId("status");
   status.hidden = !page.running;
+  document.body.classList.toggle("running", Boolean(page.running));
   if (page.running && status.textContent !== page.running) status.textContent = page.running;
   const problems = byId("problems");
   problems.hidden = !page.problems.length;
