@@ -168,6 +168,14 @@ def test_a_seed_that_waits_for_its_turn_does_not_count_as_failed(write_run) -> N
     assert scene["sentences"][1].startswith("fedavg reached 60% accuracy after 1 round")
 
 
+def test_runs_of_another_system_are_shown_and_not_said_to_repeat_here(write_run) -> None:
+    rounds = [{"number": 1, "loss": 1.0, "accuracy": 0.5, "devices": [1407], "weights": [1.0], "seconds": 2.0}]
+    scene = content(*load([write_run(rounds, algorithm="FedAvg, contextual", k2=0)]))["scenes"][0]
+    assert not scene["comparable"]
+    assert scene["groups"][0]["label"] == "FedAvg, contextual"
+    assert scene["runs"][0]["stages"] == [{"round": 1, "devices": ["1407"], "weights": [1.0]}]
+
+
 def test_a_run_without_any_round_gives_a_page(write_run) -> None:
     assert "0 rounds" in to_html(content(*load([write_run([])])))
 

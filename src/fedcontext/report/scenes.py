@@ -6,11 +6,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from fedcontext.algorithms import ALGORITHMS
 from fedcontext.loading import Run
 from fedcontext.report import words
 from fedcontext.report.curves import curve, health
 from fedcontext.report.devices import heat, left_out, promise, stages
-from fedcontext.report.groups import Group, dataset_of, group, seed_of
+from fedcontext.report.groups import Group, algorithm_of, dataset_of, group, seed_of
 from fedcontext.report.reach import ending, levels_of, reach
 from fedcontext.version import __version__
 
@@ -47,6 +48,7 @@ def scene(dataset: str, runs: Sequence[Run], everyone: int) -> dict[str, Any]:
         "sentences": [words.compared(dataset, groups), words.outcome(shown, levels)],
         "levels": levels,
         "repeats": words.repeats(runs),
+        "comparable": all(algorithm_of(run) in ALGORITHMS for run in runs),
         "groups": shown,
         "runs": [_run(each, run, everyone) for each in groups for run in each.runs][:DETAILED],
     }

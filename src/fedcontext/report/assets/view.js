@@ -152,6 +152,7 @@ function writeRun() {
 
 function writeRepeats() {
   byId("versions").textContent = page.versions.length ? `Made with ${page.versions.join(", ")}.` : "";
+  byId("repeat-note").textContent = scene().comparable ? "Save as repeat.toml, then: fedcontext compare repeat.toml" : "The settings of these runs, as their own program wrote them down.";
   const texts = [...byId("repeats").querySelectorAll("pre")].map((pre) => pre.textContent);
   if (texts.join("\n\n") === scene().repeats.join("\n\n")) return;
   byId("repeats").replaceChildren(...scene().repeats.map((text) => {
