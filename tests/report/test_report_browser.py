@@ -129,6 +129,13 @@ def test_log_scale_and_another_run(open_page, report: Path) -> None:
     assert page.locator("#left tbody tr").count() > 0
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_rule_of_accessibility_is_broken(open_page, report: Path, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    page = open_page(report, scheme=scheme)
+    assert axe.Axe().run(page).generate_report() == "Found 0 accessibility violations:"
+
+
 def test_the_settings_can_be_copied(open_page, report: Path) -> None:
     page = open_page(report, permissions=["clipboard-read", "clipboard-write"])
     page.get_by_role("button", name="Copy").click()

@@ -43,7 +43,7 @@ async function plot(id, about, traces, shape, empty) {
     await Plotly.react(box, traces, shape, CONFIG);
   }
   box.classList.toggle("empty", nothing);
-  box.setAttribute("role", "img");
+  box.setAttribute("role", "group");
   box.setAttribute("aria-label", about);
 }
 
