@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import OrderedDict
 
 import numpy as np
@@ -124,21 +125,116 @@ def test_nothing_handed_in_is_changed():
         np.testing.assert_array_equal(flat(structure), flat(model(seed)))
 
 
-def test_blocks_do_not_change_the_result(monkeypatch):
-    params, updates, gradient = model(0), [model(1), model(2)], model(3)
+@pytest.mark.parametrize("form", ["mapping", "torch", "jax"])
+def test_little_scratch_memory_does_not_change_the_result(form, monkeypatch):
+    make = FORMS[form]
+    params, updates, gradient = (make(model(0)), [make(model(1)), make(model(2))], make(model(3)))
     whole = fc.aggregate(params, updates, gradient=gradient, rule=RULE)
-    monkeypatch.setattr(arrays, "blocks", lambda size, rows: ((i, min(i + 5, size)) for i in range(0, size, 5)))
-    monkeypatch.setattr("fedcontext.geometry.blocks", arrays.blocks)
-    cut = fc.aggregate(params, updates, gradient=gradient, rule=RULE)
+    monkeypatch.setattr(
+        arrays, "blocks", lambda size, rows, scratch: ((i, min(i + 5, size)) for i in range(0, size, 5))
+    )
+    cut = fc.aggregate(params, updates, gradient=gradient, rule=RULE, scratch=0)
     np.testing.assert_allclose(cut.weights, whole.weights, rtol=1e-12)
     np.testing.assert_allclose(flat(cut.params), flat(whole.params), rtol=1e-6)
+
+
+@given(rows=st.integers(1, 8), columns=st.integers(0, 4), size=st.integers(0, 20_000), seed=st.integers(0, 99))
+def test_compiled_sums_agree_with_plain_ones(rows, columns, size, seed):
+    sums = pytest.importorskip("fedcontext.sums")
+    random = np.random.default_rng(seed)
+    for dtype in (np.float32, np.float64):
+        everyone = [random.standard_normal(size).astype(dtype) for _ in range(rows + columns)]
+        exact = np.array(everyone, np.float64)
+        np.testing.assert_allclose(sums.products(everyone[:rows], everyone[rows:]), exact[:rows] @ exact.T, atol=1e-9)
+        weights, result = random.standard_normal(rows), np.empty(size, dtype)
+        sums.combine(everyone[0], everyone[:rows], weights, result)
+        np.testing.assert_allclose(result, exact[0] + weights @ exact[:rows], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_large_models_take_the_compiled_way_to_the_same_result(library, monkeypatch):
+    random = np.random.default_rng(0)
+    make = np.asarray if library == "numpy" else torch.from_numpy
+    params, gradient, *updates = (make(random.standard_normal(300_001).astype(np.float32)) for _ in range(6))
+    fast = fc.aggregate(params, updates, gradient=gradient, rule=RULE)
+    monkeypatch.setattr(arrays, "COMPILED_FROM", 2**60)
+    plain = fc.aggregate(params, updates, gradient=gradient, rule=RULE)
+    np.testing.assert_allclose(fast.weights, plain.weights, rtol=1e-10)
+    np.testing.assert_allclose(np.asarray(fast.params), np.asarray(plain.params), rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["mapping", "torch", "list"])
+def test_out_receives_the_result_even_in_place(form):
+    make = FORMS[form]
+    params, updates, gradient = make(model(0)), [make(model(1)), make(model(2))], make(model(3))
+    fresh = fc.aggregate(params, updates, gradient=gradient, rule=RULE)
+    same = fc.aggregate(params, updates, gradient=gradient, rule=RULE, out=params)
+    for name, leaf in arrays.leaves(same.params).items():
+        assert leaf is arrays.leaves(params)[name]
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(arrays.leaves(fresh.params)[name]))
+
+
+def test_an_overflow_leaves_out_untouched():
+    params = {"a": np.ones(2, np.float32), "b": np.ones(2, np.float16)}
+    updates = [{"a": np.ones(2, np.float32), "b": np.ones(2, np.float16)}]
+    gradient = {"a": np.full(2, -6e4, np.float32), "b": np.full(2, -6e4, np.float16)}
+    with pytest.raises(FedcontextError, match="the new leaf 'b' overflows float16"):
+        fc.aggregate(params, updates, gradient=gradient, rule=fc.contextual(1e-3), out=params)
+    assert (params["a"] == 1).all()
+    assert (params["b"] == 1).all()
+
+
+def test_extra_memory_is_bounded_whatever_the_size(tmp_path):
+    size = 8_000_000
+    params, out = np.zeros(size, np.float16), np.empty(size, np.float16)  # half precision has no compiled way
+    updates = [np.ones(size, np.float16) * k for k in (1, 2)]
+    tracemalloc.start()
+    fc.aggregate(params, updates, gradient=params, rule=RULE, out=out)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 64 * 2**20
+
+
+def test_updates_may_be_memory_mapped_files(tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    updates = [model(1), model(2)]
+    paths = [tmp_path / f"{k}.safetensors" for k in range(2)]
+    for path, update in zip(paths, updates, strict=True):
+        safetensors.save_file(update, path)
+    mapped = [fc.mapped(path) for path in paths]
+    assert all(isinstance(leaf.base, np.memmap) or isinstance(leaf, np.memmap) for leaf in mapped[0].values())
+    plain = fc.aggregate(model(0), updates, gradient=model(3), rule=RULE)
+    result = fc.aggregate(model(0), mapped, gradient=model(3), rule=RULE)
+    np.testing.assert_array_equal(flat(result.params), flat(plain.params))
+    np.save(tmp_path / "one.npy", np.arange(3.0))
+    np.testing.assert_array_equal(fc.mapped(tmp_path / "one.npy"), np.arange(3.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.bin", b"", "must end in .npy or .safetensors"),
+        ("a.npy", b"junk", "cannot be mapped"),
+        ("a.safetensors", b"junk", "cannot be mapped"),
+        ("a.safetensors", (2**62).to_bytes(8, "little") + b"{}", "cannot be mapped"),
+        (
+            "a.safetensors",
+            (57).to_bytes(8, "little") + b'{"w":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}  ',
+            "cannot be mapped",
+        ),
+    ],
+)
+def test_files_that_cannot_be_mapped_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(FedcontextError, match=message):
+        fc.mapped(tmp_path / name)
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=4))
 def test_combine_is_base_plus_weighted_sum(weights):
     rows = np.random.default_rng(0).standard_normal((len(weights), 3, 2))
     base = np.ones((3, 2))
-    result = arrays.framework(base).combine(base, list(rows), np.array(weights))
+    result = arrays.framework(base).combine(base, list(rows), np.array(weights), arrays.SCRATCH)
     np.testing.assert_allclose(result, base + np.tensordot(weights, rows, 1))
 
 

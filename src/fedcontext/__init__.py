@@ -8,6 +8,7 @@ from fedcontext.experiment import Experiment
 from fedcontext.export import load_runs
 from fedcontext.fleet import PROFILES, Fleet, Profile, Spread, make_fleet
 from fedcontext.geometry import Geometry
+from fedcontext.mapped import mapped
 from fedcontext.plan import RoundPlan, plan_round
 from fedcontext.records import RoundRecord, read
 from fedcontext.rounds import Simulation, State, prepare, rounds
@@ -46,6 +47,7 @@ __all__ = [
     "load",
     "load_runs",
     "make_fleet",
+    "mapped",
     "mean",
     "plan_round",
     "prepare",

@@ -68,8 +68,17 @@ DataSeed = Annotated[
 ]
 EngineName = Annotated[
     str | None,
-    typer.Option("--engine", help="Who does the local work: reference, fast or ray. [default: fast where installed]"),
+    typer.Option(
+        "--engine", help="Who does the local work: reference, fast, ray or module. [default: fast where installed]"
+    ),
 ]
+Model = Annotated[
+    str | None, typer.Option(help="softmax, logistic, cnn or resnet18 (engine module). [default: softmax]")
+]
+Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda (engine module). [default: auto]")]
+Momentum = Annotated[float | None, typer.Option(help="Of local SGD (engine module). [default: 0]")]
+Decay = Annotated[float | None, typer.Option("--weight-decay", help="Of local SGD (engine module). [default: 0]")]
+Clip = Annotated[float | None, typer.Option(help="Largest norm of a gradient (engine module); 0: any. [default: 0]")]
 Out = Annotated[Path, typer.Option(help="Directory for records and the TOML that repeats the run.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The result as JSON on standard output.")]
@@ -120,6 +129,11 @@ def run(
     data_seed: DataSeed = None,
     eval_every: Every = None,
     engine: EngineName = None,
+    model: Model = None,
+    momentum: Momentum = None,
+    weight_decay: Decay = None,
+    clip: Clip = None,
+    device: Device = None,
     out_dir: Annotated[
         Path, typer.Option("--out", help="Directory for records and the TOML that repeats the run.")
     ] = Path("runs"),
@@ -167,6 +181,11 @@ def compare(
     data_seed: DataSeed = None,
     eval_every: Every = None,
     engine: EngineName = None,
+    model: Model = None,
+    momentum: Momentum = None,
+    weight_decay: Decay = None,
+    clip: Clip = None,
+    device: Device = None,
     out_dir: Annotated[
         Path, typer.Option("--out", help="Directory for records and the TOML files that repeat the runs.")
     ] = Path("runs"),

@@ -30,6 +30,7 @@ class Stream(IntEnum):
     POOL = 4
     FLEET = 5
     DATA = 6
+    DROPOUT = 7
 
 
 def generator(seed: int, number: int, stream: Stream, device: int = 0) -> np.random.Generator:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fedcontext.arrays import Array, Structure, leaves, rebuild
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.plan import Stream, generator
 
@@ -68,3 +69,33 @@ def curvature(
         direction = images[-1]
     projected = basis @ images.T
     return float(np.linalg.eigvalsh((projected + projected.T) / 2)[-1])
+
+
+def as_vector(
+    params: Structure, buffers: Collection[str] = ()
+) -> tuple[npt.NDArray[Any], Callable[[npt.NDArray[Any]], Structure]]:
+    """Return params as one flat NumPy vector without the ``buffers``, and the way back from such a vector.
+
+    >>> vector, back = as_vector({"w": np.ones((2, 2)), "steps": np.zeros(1)}, buffers=["steps"])
+    >>> vector, back(vector * 3)["w"]
+    (array([1., 1., 1., 1.]), array([[3., 3.],
+           [3., 3.]]))
+    """
+    base = leaves(params)
+    moving = {name: leaf for name, leaf in base.items() if name not in buffers}
+    hosts = {name: leaf.detach().cpu().numpy() if hasattr(leaf, "detach") else leaf for name, leaf in moving.items()}
+    cuts = np.cumsum([host.size for host in hosts.values()])[:-1]
+
+    def back(vector: npt.NDArray[Any]) -> Structure:
+        pieces = dict(zip(hosts, np.split(vector, cuts), strict=True))
+        return rebuild(
+            params, {name: _like(leaf, pieces[name]) if name in pieces else leaf for name, leaf in base.items()}
+        )
+
+    return np.concatenate([host.reshape(-1) for host in hosts.values()]), back
+
+
+def _like(leaf: Array, values: npt.NDArray[Any]) -> Array:
+    """Return ``values`` as an array of the library, shape and place of ``leaf``."""
+    shaped = values.reshape(leaf.shape)
+    return leaf.new_tensor(shaped) if hasattr(leaf, "new_tensor") else shaped

@@ -56,11 +56,22 @@ def _fast(data: FederatedData) -> Engine:
     return SoftmaxFast(data)
 
 
-ENGINES: dict[str, Callable[[FederatedData], Engine]] = {"reference": SoftmaxReference, "fast": _fast}
+def _module(data: FederatedData, model: str = "softmax", device: str = "auto", seed: int = 0) -> Engine:
+    require("torch", extra="torch")
+    from fedcontext.cohorts.module import module_engine
+
+    return module_engine(data, model, device, seed)
 
 
-def engine_named(name: str, data: FederatedData) -> Engine:
-    """Return an engine of the table, ready to work on ``data``.
+ENGINES: dict[str, Callable[[FederatedData], Engine]] = {
+    "reference": SoftmaxReference,
+    "fast": _fast,
+    "module": _module,
+}
+
+
+def engine_named(name: str, data: FederatedData, model: str = "softmax", device: str = "auto", seed: int = 0) -> Engine:
+    """Return an engine of the table, ready to work on ``data``; only "module" knows other models and devices.
 
     >>> from fedcontext.datasets import load
     >>> engine_named("reference", load("synthetic-iid")).start().shape
@@ -69,6 +80,11 @@ def engine_named(name: str, data: FederatedData) -> Engine:
     if name not in ENGINES:
         raise FedcontextError(f"engine must be one of {', '.join(ENGINES)}, got {name!r}")
     _check(data)
+    if name == "module":
+        return _module(data, model, device, seed)
+    for what, asked, only in (("model", model, ("softmax", "logistic")), ("device", device, ("auto", "cpu"))):
+        if asked not in only:
+            raise FedcontextError(f"{what} {asked} needs engine module, got {name!r}")
     return ENGINES[name](data)
 
 

@@ -45,6 +45,7 @@ class SoftmaxFast:
 
     def train(self, params: Matrix, work: Work) -> list[Matrix]:
         """Return each device's update: mini-batch SGD on F_k(w) + (μ/2)‖w - wᵗ‖² from ``params``."""
+        work.local.check_plain("fast")
         params = self._checked(params)
         longest = np.argsort(-work.epochs * self.train_split.sizes[work.devices], kind="stable")
         start = _by_class(params)

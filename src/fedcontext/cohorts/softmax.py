@@ -80,6 +80,7 @@ class SoftmaxReference:
 
     def train(self, params: Matrix, work: Work) -> list[Matrix]:
         """Return each device's update: mini-batch SGD on F_k(w) + (μ/2)‖w - wᵗ‖² from ``params``."""
+        work.local.check_plain("reference")
         pairs = zip(work.devices.tolist(), work.epochs.tolist(), strict=True)
         return [self._train_device(params, device, epochs, work) for device, epochs in pairs]
 
