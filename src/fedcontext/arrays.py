@@ -23,6 +23,7 @@ Structure: TypeAlias = Any  # an Array, or a list, tuple or mapping of Structure
 Leaves: TypeAlias = dict[str, Array]
 
 SCRATCH = 16 * 2**20  # bytes of a float64 block; at most four of them are in memory at once
+GPU_ROOM = 16  # times as much on a GPU, which has the room and pays for every launch
 COMPILED_FROM = 2**20  # entries in all, from which compiled sums pay for being loaded
 
 
@@ -185,7 +186,7 @@ class _Torch:
         import torch
 
         total = torch.zeros(len(rows), len(everyone), dtype=torch.float64, device=rows[0].device)
-        for start, stop in blocks(rows[0].numel(), len(everyone), scratch):
+        for start, stop in blocks(rows[0].numel(), len(everyone), self._room(rows[0], scratch)):
             block = self._load(everyone, start, stop)
             total += block[: len(rows)] @ block.T
         return np.asarray(total.cpu().numpy())
@@ -200,7 +201,7 @@ class _Torch:
             _FRAMEWORKS["numpy"].combine(views[0], views[2:], weights, scratch, views[1])
             return result
         flat, factors = result.detach().view(-1), torch.from_numpy(weights).to(base.device)
-        for start, stop in blocks(base.numel(), len(rows) + 1, scratch):
+        for start, stop in blocks(base.numel(), len(rows) + 1, self._room(base, scratch)):
             block = self._load([base, *rows], start, stop)
             total = block[0] + factors @ block[1:]
             flat[start:stop] = total if kind_of(base) == "floating" else total.round()
@@ -213,6 +214,9 @@ class _Torch:
         import torch
 
         return float(torch.linalg.vector_norm(array.detach(), float("inf"))) if array.numel() else 0.0
+
+    def _room(self, array: Array, scratch: int) -> int:
+        return scratch if array.device.type == "cpu" else scratch * GPU_ROOM
 
     def _load(self, arrays: Sequence[Array], start: int, stop: int) -> Any:
         import torch

@@ -1,0 +1,111 @@
+"""Row (c): contextual aggregation of K updates against NumPy's mean, Flower's FedAvg and the literal null-space method.
+
+    python benchmarks/aggregation.py --out aggregation.json
+
+All ways get the same stacked float32 updates and are timed in turn; the lowest of the repeats counts. Flower's figure
+is its own function on the same arrays as records, without network or serialisation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import fedcontext as fc
+
+SIZES = [(10, 10**6), (100, 10**6), (10, 10**7), (100, 10**7), (10, 10**8)]
+NULL_SPACE = 7_850  # parameters of softmax regression on MNIST
+
+
+def main() -> None:
+    given = arguments()
+    sizes = SIZES[: 2 if given.quick else None]
+    measure(2, 10**6, 1)  # loads what is compiled, so that it is not counted
+    rows = [measure(count, size, given.repeats) for count, size in sizes if fits(count, size, given.memory)]
+    found = {"rows": rows, "null space": {} if given.quick else null_space(), "markdown": table(rows)}
+    print(found["markdown"])
+    print(found["null space"])
+    if given.out:
+        given.out.write_text(json.dumps(found, indent=1))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--memory", type=float, default=12, help="GB that the updates may take")
+    parser.add_argument("--quick", action="store_true")
+    return parser.parse_args()
+
+
+def fits(count: int, size: int, memory: float) -> bool:
+    return 4 * count * size <= memory * 1e9
+
+
+def measure(count: int, size: int, repeats: int) -> dict:
+    """Return milliseconds of each way, lowest of the repeats, taken in turn."""
+    random = np.random.default_rng(0)
+    updates = random.standard_normal((count, size), dtype=np.float32)
+    params, gradient = updates[0].copy(), updates[1].copy()
+    out, rows = np.empty_like(params), list(updates)
+    rule = fc.contextual(smoothness=1.0)
+    ways: dict[str, Callable[[], object]] = {
+        "NumPy mean": lambda: updates.mean(axis=0),
+        "contextual": lambda: fc.aggregate(params, rows, gradient=gradient, rule=rule, out=out),
+    }
+    if flower := flowers(rows):
+        ways["Flower's FedAvg"] = flower
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    ways["contextual"]()
+    extra = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    times = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return {"K": count, "n": size, "extra MB": round(extra), **{name: round(min(t), 2) for name, t in times.items()}}
+
+
+def flowers(rows: list[np.ndarray]) -> Callable[[], object] | None:
+    """Return Flower's own averaging of these updates, where it is installed."""
+    try:
+        from flwr.app import ArrayRecord, MetricRecord, RecordDict
+        from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
+    except ImportError:
+        return None
+    replies = [RecordDict({"arrays": ArrayRecord([row]), "metrics": MetricRecord({"num-examples": 1})}) for row in rows]
+    return lambda: aggregate_arrayrecords(replies, "num-examples")
+
+
+def null_space() -> dict:
+    """Return seconds of the paper's literal method and of ours at the size of MNIST's softmax regression."""
+    updates = list(np.random.default_rng(0).standard_normal((10, NULL_SPACE)))
+    found = {}
+    for name, solver, repeats in (("null space", "null-space", 1), ("gram", "gram", 50)):
+        rule, times = fc.contextual(1.0, solver), []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            fc.aggregate(updates[0], updates, gradient=updates[1], rule=rule)
+            times.append(time.perf_counter() - start)
+        found[name] = min(times)
+    return {**found, "times faster": round(found["null space"] / found["gram"])}
+
+
+def table(rows: list[dict]) -> str:
+    heads = ["K", "n", "NumPy mean", "contextual", "ratio", "Flower's FedAvg", "extra MB"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for row in rows:
+        cells = {**row, "n": f"{row['n']:.0e}", "ratio": f"{row['contextual'] / row['NumPy mean']:.2f}"}
+        lines.append("| " + " | ".join(str(cells.get(head, "-")) for head in heads) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
