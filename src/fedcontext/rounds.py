@@ -69,9 +69,9 @@ class Simulation:
         after = State(plan.number, params, state.rule if result is None else result.state, loss)
         return after, self._record(plan, got, result, state.loss, loss, accuracy)
 
-    def play(self) -> Iterator[tuple[State, RoundRecord]]:
-        """Yield the state and the record of every round."""
-        state = self.start()
+    def play(self, state: State | None = None) -> Iterator[tuple[State, RoundRecord]]:
+        """Yield the state and the record of every round, or of those after ``state``."""
+        state = self.start() if state is None else state
         while state.number < self.experiment.rounds:
             state, record = self.step(state)
             yield state, record
