@@ -34,7 +34,10 @@ def combine(
     averaged = choose("buffers", buffers, params) | _without_gradient(params, answers)
 
     def attempt(usable: Sequence[Answer]) -> Aggregation:
-        return _aggregate(params, usable, rule, state, min_replies, by_samples, layers, sorted(averaged))
+        result = _aggregate(params, usable, rule, state, min_replies, by_samples, layers, sorted(averaged))
+        if not np.isfinite(result.geometry.gram).all():
+            raise FedcontextError("an update is too long to be measured")
+        return result
 
     try:
         return attempt(answers)
