@@ -23,7 +23,9 @@ class MemoryGrid(Grid):
         run_config: dict | None = None,
         meddle: Meddle = lambda partition, message, reply: [reply],
         shuffle: int = 0,
+        node_config: dict | None = None,
     ) -> None:
+        self.node_config = node_config or {}
         self.app, self.run_config, self.meddle = app, run_config or {}, meddle
         self.chance = random.Random(shuffle)
         self.partitions = {self.chance.getrandbits(62): k for k in partitions}
@@ -45,7 +47,7 @@ class MemoryGrid(Grid):
     def _replies(self, message: Message) -> list[Message]:
         node = message.metadata.dst_node_id
         partition = self.partitions[node]
-        context = Context(1, node, {"partition-id": partition}, RecordDict(), self.run_config)
+        context = Context(1, node, {"partition-id": partition, **self.node_config}, RecordDict(), self.run_config)
         try:
             reply = self.app(message, context)
         except Exception as error:
