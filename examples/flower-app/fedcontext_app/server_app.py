@@ -19,6 +19,7 @@ def main(grid: Grid, context: Context) -> None:
     strategy = ContextualStrategy(
         FedAvg(
             fraction_train=float(config["fraction-train"]),
+            fraction_evaluate=float(config["fraction-evaluate"]),
             min_train_nodes=1,
             min_evaluate_nodes=1,
             min_available_nodes=nodes,
