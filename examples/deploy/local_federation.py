@@ -55,7 +55,7 @@ class Federation:
 
     def start_superlink(self) -> None:
         """Start the SuperLink, or start it again on the same database: it knows its nodes."""
-        self.superlink = self._start(
+        self.superlink = self.start(
             "superlink",
             *("flower-superlink", "--host", "127.0.0.1", "--port", str(self.port)),
             *("--ssl-ca-certfile", "ca.crt", "--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key"),
@@ -78,7 +78,7 @@ class Federation:
 
     def start_supernode(self, partition: int, partitions: int, key: Path) -> subprocess.Popen:
         """Start the SuperNode that plays device ``partition``."""
-        node = self._start(
+        node = self.start(
             f"supernode-{key.name}",
             *("flower-supernode", "--superlink", f"127.0.0.1:{self.port}", "--root-certificates", "ca.crt"),
             *("--host", "127.0.0.1", "--port", str(free_port()), "--auth-supernode-private-key", str(key)),
@@ -90,7 +90,7 @@ class Federation:
     def start_run(self, **config: object) -> subprocess.Popen:
         """Start the example app with these settings; the process ends with the run."""
         settings = " ".join(f"{name.replace('_', '-')}={toml(value)}" for name, value in config.items())
-        return self._start("run", "flwr", "run", str(APP), "local", "--stream", "-c", settings)
+        return self.start("run", "flwr", "run", str(APP), "local", "--stream", "-c", settings)
 
     def flwr(self, *arguments: str) -> str:
         """Return what a `flwr` command printed."""
@@ -116,10 +116,14 @@ class Federation:
 
     def stop_all(self) -> None:
         """End everything that was started."""
-        for process in reversed(self._everyone):
+        for process in self._everyone:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        for process in self._everyone:
             self.stop(process)
 
-    def _start(self, name: str, program: str, *arguments: str) -> subprocess.Popen:
+    def start(self, name: str, program: str, *arguments: str) -> subprocess.Popen:
+        """Start a program in a process group of its own; what it says goes to a log file."""
         with (self.at / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [BIN / program, *arguments],

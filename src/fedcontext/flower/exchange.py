@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
 from fedcontext.errors import FedcontextError
 from fedcontext.flower.wire import (
@@ -24,6 +24,7 @@ from fedcontext.flower.wire import (
     arrays_of,
     number_in,
     size,
+    view,
 )
 from fedcontext.plan import IntArray, Stream, generator, plan_round
 
@@ -157,17 +158,19 @@ def _update(content: RecordDict, params: Arrays) -> Arrays | None:
     """Return the update as sent; or from the new weights of a stock client, whose record is used up leaf by leaf."""
     if UPDATE in content.array_records:
         return arrays_of(content.array_records[UPDATE])
-    for key, record in content.array_records.items():
-        if key != GRADIENT:
-            update: Arrays = {}
-            for name, new in arrays_of(record).items():
-                old = params.get(name)
-                if old is None or old.shape != new.shape or old.dtype != new.dtype:
-                    return arrays_of(record)  # the door says what is wrong with it
-                with np.errstate(invalid="ignore", over="ignore"):
-                    update[name] = new - old
-            return update
-    return None
+    weights = [record for key, record in content.array_records.items() if key != GRADIENT]
+    return _difference(weights[0], params) if weights else None
+
+
+def _difference(weights: ArrayRecord, params: Arrays) -> Arrays:
+    """Return new weights less the old ones, each leaf's bytes let go of when it is done: memory does not double."""
+    update: Arrays = {}
+    for name in list(weights):
+        new, old = view(weights.pop(name)), params.get(name)
+        same = old is not None and old.shape == new.shape and old.dtype == new.dtype
+        with np.errstate(invalid="ignore", over="ignore"):
+            update[name] = np.asarray(new - old) if same else new  # the door says what is wrong with it
+    return update
 
 
 def _said(error: Error) -> str:
