@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 import torch
 from flower_grid import MemoryGrid
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import LocalDpMod
+from flwr.serverapp.strategy import FedAvg
 
-from fedcontext.flower import torch_client
+from fedcontext.flower import ContextualStrategy, torch_client
 from fedcontext.flower.wire import arrays_of, record_of
 
 HERE = Path(__file__).parent / "quickstart"
@@ -106,11 +109,6 @@ def test_the_gradient_is_that_of_the_mean_loss_over_all_data(task: ModuleType) -
 def test_buffers_are_averaged_and_stay_out_of_the_geometry(task: ModuleType) -> None:
     """BatchNorm's running variance must stay positive, whatever the signs of the weights."""
     grid = MemoryGrid(_quickstart(task), range(6), RUN_CONFIG, node_config={"num-partitions": 6})
-    from flwr.app import ArrayRecord, ConfigRecord
-    from flwr.serverapp.strategy import FedAvg
-
-    from fedcontext.flower import ContextualStrategy
-
     strategy = ContextualStrategy(FedAvg(fraction_evaluate=0.0))
     start = ArrayRecord(task.Net().state_dict())
     arrays = arrays_of(strategy.start(grid, start, 3, train_config=ConfigRecord({"lr": 0.1})).arrays)
@@ -120,13 +118,32 @@ def test_buffers_are_averaged_and_stay_out_of_the_geometry(task: ModuleType) -> 
 
 
 def test_a_stock_strategy_gets_stock_answers_from_the_wrapped_app(task: ModuleType) -> None:
-    from flwr.app import ArrayRecord, ConfigRecord
-
     config = ConfigRecord({"lr": 0.1})
     content = RecordDict({"arrays": ArrayRecord(task.Net().state_dict()), "config": config})
     context = Context(1, 1, {"partition-id": 0, "num-partitions": 8}, RecordDict(), RUN_CONFIG)
     reply = _quickstart(task)(Message(content, 1, "train"), context)
     assert set(reply.content) == {"arrays", "metrics"}
+
+
+def test_flowers_local_privacy_treats_the_update_of_a_wrapped_app(task: ModuleType) -> None:
+    stock = ClientApp(mods=[LocalDpMod(clipping_norm=1e-3, sensitivity=0.0, epsilon=1.0, delta=0.1)])
+    moved = {name: tensor + 1 for name, tensor in task.Net().state_dict().items()}
+
+    @stock.train()
+    def train(message: Message, context: Context) -> Message:
+        metrics = MetricRecord({"num-examples": 1})
+        return Message(RecordDict({"arrays": ArrayRecord(moved), "metrics": metrics}), reply_to=message)
+
+    app = torch_client(stock, task.Net, lambda context: task.load_data(0, 8, 8)[0])
+    config = ConfigRecord({"fedcontext.asked": "fedcontext.update fedcontext.gradient"})
+    content = RecordDict({"arrays": ArrayRecord(task.Net().state_dict()), "config": config})
+    reply = app(Message(content, 1, "train"), Context(1, 1, {}, RecordDict(), {}))
+    update = arrays_of(reply.content["fedcontext.update"])
+    assert (
+        sum(float((array.astype(float) ** 2).sum()) for array in update.values() if array.dtype.kind == "f") ** 0.5
+        < 2e-3
+    )
+    assert "fedcontext.gradient" in reply.content
 
 
 def _quickstart(task: ModuleType):

@@ -86,12 +86,12 @@ def test_a_killed_server_started_again_ends_with_the_identical_model(local: Fede
 
 
 def test_a_supernode_killed_in_mid_round_is_named_and_the_round_completes(local: Federation, tmp_path: Path) -> None:
-    settings = {**SETTINGS, "num_server_rounds": 2, "fraction_evaluate": 0.0, "timeout": 25.0}
+    settings = {**SETTINGS, "num_server_rounds": 2, "fraction_evaluate": 0.0, "timeout": 30.0}
     run = local.start_run(**settings, records=tmp_path / "run.jsonl", checkpoint=tmp_path / "run.st")
     wait_until((tmp_path / "run.st").exists, "the first round is done", LIMIT, alive=run)
     victim = local.supernodes[2]
     try:
-        wait_until(lambda: works(victim), "device 2 has started to work on the second round", 30)
+        wait_until(lambda: works(victim), "device 2 has started to work on the second round", LIMIT, alive=run)
         local.stop(victim, signal.SIGKILL)
         finish(local, run)
     finally:
