@@ -43,6 +43,9 @@ def test_flares_controller_reaches_the_same_model_as_the_loop() -> None:
     class Local(space["Contextual"]):
         saved = None
 
+        def load_model(self):
+            return flare.FLModel(params={"w": np.zeros(2)})
+
         def sample_clients(self, num_clients=None):
             return list(targets)[:num_clients]
 
@@ -61,7 +64,7 @@ def test_flares_controller_reaches_the_same_model_as_the_loop() -> None:
         def save_model(self, model):
             self.saved = model
 
-    controller = Local({"w": np.zeros(2)}, fc.contextual(1.0))
+    controller = Local(smoothness=1.0)
     controller.run()
     w = np.zeros(2)
     for _ in range(3):
