@@ -9,10 +9,12 @@ import pytest
 from flower_grid import Meddle, MemoryGrid
 from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fedcontext as fc
 from fedcontext.flower import ContextualStrategy, numpy_client
-from fedcontext.flower.wire import GRADIENT, UPDATE, arrays_of, record_of
+from fedcontext.flower.wire import GRADIENT, UPDATE, arrays_of, record_of, view
 
 BAD = 2  # the device that misbehaves
 START = {"w": np.zeros(4, np.float32), "b": np.ones((), np.float32)}
@@ -121,6 +123,8 @@ FAULTS: dict[str, tuple[Meddle, str]] = {
     "gradient of wrong shape": (changed(GRADIENT, w=np.zeros((2, 2), np.float32)), "gradient: leaf 'w' must have"),
     "zero samples": (with_samples(0), "num-examples must be positive, got 0"),
     "NaN samples": (with_samples(float("nan")), "num-examples must be positive, got nan"),
+    "more samples than there are": (with_samples(1e300), "num-examples must be positive, got 1e+300"),
+    "words for a terminal": (failed(2, "\x1b[2Jgone\x07"), "failed with code 2: [2Jgone"),
     "gradient but no update": (without(UPDATE), "gradient but no update"),
     "update but no gradient": (without(GRADIENT), "update but no gradient"),
     "nothing at all": (replaced(RecordDict()), "no update"),
@@ -134,6 +138,7 @@ def strategy(tmp_path: Path, inner: FedAvg | None = None, **settings) -> Context
     return ContextualStrategy(inner or FedAvg(fraction_evaluate=0.0), **settings)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_device_is_left_out_and_named_and_the_rest_is_aggregated(tmp_path: Path, fault: str) -> None:
     meddle, reason = FAULTS[fault]
@@ -281,6 +286,49 @@ def test_a_bad_evaluation_is_left_out(tmp_path: Path, metrics: dict) -> None:
     grid = MemoryGrid(numpy_client(train, gradient, evaluate), range(4))
     found = strategy(tmp_path, FedAvg()).start(grid, record_of(START), 1)
     assert found.evaluate_metrics_clientapp[1]["loss"] == 1.0
+
+
+def test_too_few_devices_to_evaluate_cost_the_evaluation_not_the_round(tmp_path: Path) -> None:
+    strategy(tmp_path, FedAvg(min_evaluate_nodes=5)).start(MemoryGrid(APP, range(4)), record_of(START), 2)
+    for record in fc.read(tmp_path / "run.jsonl")[1]:
+        assert (len(record.devices), record.loss, record.lost) == (4, None, False)
+
+
+def test_a_node_that_never_says_who_it_is_goes_by_its_node_id(tmp_path: Path) -> None:
+    grid = MemoryGrid(APP, range(3))
+    silent = next(iter(grid.partitions))
+    send = grid.send_and_receive
+
+    def muted(messages, *, timeout=None):
+        replies = send(messages, timeout=timeout)
+        kind = {message.metadata.message_type for message in grid.sent[-1]}
+        return [r for r in replies if kind != {"query.whoami"} or r.metadata.src_node_id != silent]
+
+    grid.send_and_receive = muted
+    strategy(tmp_path).start(grid, record_of(START), 4)
+    devices = [set(record.devices) for record in fc.read(tmp_path / "run.jsonl")[1]]
+    others = set(grid.partitions.values()) - {grid.partitions[silent]}
+    assert devices == [others, others, others | {silent}, others | {silent}]
+    kinds = [messages[0].metadata.message_type for messages in grid.sent]
+    assert kinds.count("query.whoami") == 3
+
+
+def test_a_model_that_is_not_finite_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(fc.FedcontextError, match="the initial model has NaN or infinite entries in w"):
+        strategy(tmp_path).start(MemoryGrid(APP, range(3)), record_of({**START, "w": NAN}), 1)
+
+
+@given(st.data())
+def test_no_bytes_do_more_than_be_refused(data: st.DataObject) -> None:
+    good = Array(np.arange(6, dtype=np.float32).reshape(2, 3)).data
+    place = data.draw(st.integers(0, len(good)))
+    data_sent = good[:place] + data.draw(st.binary(max_size=40)) + good[place + data.draw(st.integers(0, 40)) :]
+    try:
+        found = view(Array("float32", (2, 3), "numpy.ndarray", data_sent))
+    except fc.FedcontextError:
+        return
+    assert isinstance(found, np.ndarray)
+    assert found.nbytes <= len(data_sent)
 
 
 @pytest.mark.parametrize("settings", [{"probes": 0}, {"probes": "some"}, {"min_replies": 0}, {"max_lost": 0}])

@@ -9,7 +9,7 @@ import numpy as np
 from fedcontext.aggregate import Aggregation, aggregate
 from fedcontext.errors import FedcontextError
 from fedcontext.flower.exchange import Answer
-from fedcontext.flower.wire import Arrays
+from fedcontext.flower.wire import Arrays, shown
 from fedcontext.geometry import Report, measure
 from fedcontext.intake import choose, take
 from fedcontext.rules import Rule, State
@@ -101,6 +101,7 @@ def _complaint(params: Arrays, answer: Answer, averaged: set[str], layers: Seque
             needed=needed,
         )
     except FedcontextError as error:
-        return str(error).replace("own gradient of device 0: ", "gradient: ").replace("device 0: ", "update: ")
+        said = str(error).replace("own gradient of device 0: ", "gradient: ").replace("device 0: ", "update: ")
+        return shown(said)
     length = measure(Report([answer.update], np.ones(1)), sorted(needed)).gram if answer.update is not None else 0
     return "" if np.isfinite(length).all() else "update: it is too long to be measured"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -23,6 +22,7 @@ from fedcontext.flower.wire import (
     Arrays,
     arrays_of,
     number_in,
+    shown,
     size,
     view,
 )
@@ -31,6 +31,7 @@ from fedcontext.plan import IntArray, Stream, generator, plan_round
 Probes: TypeAlias = int | Literal["cohort", "all"]
 Role: TypeAlias = Literal["cohort", "pool", "probe"]
 log = logging.getLogger("flwr")
+MOST_SAMPLES = 2**53  # beyond it counts are not whole, and their sums may overflow
 GONE = 5  # Flower's code for a node that stopped answering
 
 
@@ -112,7 +113,11 @@ def message_for(task: Task, template: RecordDict, node: int, ttl: float | None) 
 
 
 def collect(
-    sent: Mapping[str, Task], replies: Iterable[Message], params: Arrays, device_of: Callable[[int], int | None]
+    sent: Mapping[str, Task],
+    replies: Iterable[Message],
+    params: Arrays,
+    device_of: Callable[[int], int | None],
+    samples_key: str = SAMPLES,
 ) -> tuple[list[Answer], dict[int, str]]:
     """Return the answers that can be used, in the order of the tasks, and why the other devices' cannot.
 
@@ -129,14 +134,14 @@ def collect(
     for identity, task in sent.items():
         excluded.pop(task.device, None)
         try:
-            answers.append(_answer(task, got[identity], params))
+            answers.append(_answer(task, got[identity], params, samples_key))
         except FedcontextError as error:
             excluded[task.device] = str(error)
             log.warning("device %d is left out: %s", task.device, error)
     return answers, excluded
 
 
-def _answer(task: Task, replies: Sequence[Message], params: Arrays) -> Answer:
+def _answer(task: Task, replies: Sequence[Message], params: Arrays, samples_key: str) -> Answer:
     if len(replies) != 1:
         raise FedcontextError("answered twice" if replies else "no answer in time")
     if replies[0].has_error():
@@ -148,9 +153,9 @@ def _answer(task: Task, replies: Sequence[Message], params: Arrays) -> Answer:
         raise FedcontextError("gradient but no update" if gradient else "no update")
     if task.gradient and gradient is None:
         raise FedcontextError("update but no gradient" if update else "no gradient")
-    samples = number_in(content, SAMPLES)
-    if not 0 < samples < math.inf:
-        raise FedcontextError(f"{SAMPLES} must be positive, got {samples:g}")
+    samples = number_in(content, samples_key, SAMPLES)
+    if not 0 < samples <= MOST_SAMPLES:
+        raise FedcontextError(f"{samples_key} must be positive, got {samples:g}")
     return Answer(task, update, gradient if task.gradient else None, samples, content)
 
 
@@ -177,7 +182,7 @@ def _said(error: Error) -> str:
     if error.code == GONE:
         return "its node stopped answering"
     lines = [line.strip() for line in (error.reason or "").splitlines() if line.strip()]
-    return f"failed with code {error.code}" + (f": {lines[-1][:200]}" if lines else "")
+    return f"failed with code {error.code}" + (f": {shown(lines[-1])}" if lines else "")
 
 
 def received(replies: Iterable[Message]) -> int:

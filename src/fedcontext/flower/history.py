@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import Strategy
 from fedcontext import checkpoint, records
 from fedcontext.aggregate import Aggregation
 from fedcontext.errors import FedcontextError
-from fedcontext.flower.wire import SAMPLES, Arrays
+from fedcontext.flower.wire import Arrays
 from fedcontext.records import RoundRecord
 from fedcontext.rules import Rule, State
 
@@ -130,29 +130,31 @@ def round_metrics(
     return MetricRecord({**metrics, **{f"fedcontext.{name}": value for name, value in ours.items()}})
 
 
-def client_metrics(inner: Strategy, contents: Sequence[RecordDict]) -> MetricRecord:
+def client_metrics(inner: Strategy, contents: Sequence[RecordDict], samples_key: str) -> MetricRecord:
     """Return the inner strategy's summary of the devices' training metrics; none where they do not fit together."""
     summarise = getattr(inner, "train_metrics_aggr_fn", None)
     if summarise is None or not contents:
         return MetricRecord()
     try:
-        found: MetricRecord = summarise(list(contents), getattr(inner, "weighted_by_key", SAMPLES))
+        found: MetricRecord = summarise(list(contents), samples_key)
         return found
     except (ArithmeticError, LookupError, StopIteration, TypeError, ValueError) as error:
         log.warning("the devices' training metrics cannot be summarised: %s", error)
         return MetricRecord()
 
 
-def sound_metrics(replies: Iterable[Message], device_of: Callable[[int], int | None]) -> list[Message]:
+def sound_metrics(
+    replies: Iterable[Message], device_of: Callable[[int], int | None], samples_key: str
+) -> list[Message]:
     """Return the replies to an evaluation that can be summarised, ordered by device."""
-    kept = [reply for reply in replies if reply.has_content() and _is_sound(reply.content)]
+    kept = [reply for reply in replies if reply.has_content() and _is_sound(reply.content, samples_key)]
     return sorted(kept, key=lambda reply: device_of(reply.metadata.src_node_id) or 0)
 
 
-def _is_sound(content: RecordDict) -> bool:
+def _is_sound(content: RecordDict, samples_key: str) -> bool:
     records_found = list(content.metric_records.values())
     if len(records_found) != 1:
         return False
     values = [v for value in records_found[0].values() for v in (value if isinstance(value, list) else [value])]
-    samples = records_found[0].get(SAMPLES)
+    samples = records_found[0].get(samples_key)
     return all(math.isfinite(v) for v in values) and isinstance(samples, int | float) and samples > 0

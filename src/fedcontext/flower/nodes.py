@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from flwr.app import Message, RecordDict
@@ -15,6 +16,7 @@ from fedcontext.flower.wire import IDENTITY, WHOAMI
 
 log = logging.getLogger("flwr")
 RAISED = 2  # Flower's code for an exception in a client app
+TRIES = 3  # rounds in which a node may keep silent about who it is before it goes by its node id
 PATIENCE = 10  # how often a strategy may look at the same nodes before it must be waiting for others
 
 
@@ -34,6 +36,7 @@ class Roster:
 
     def __init__(self) -> None:
         self._known: dict[int, int] = {}  # node: device
+        self._silences: Counter[int] = Counter()  # node: how often it did not say
 
     def devices(self, grid: Grid, nodes: Sequence[int], timeout: float) -> dict[int, int]:
         """Return the node of each device, in the order of the devices; only nodes seen first are asked.
@@ -56,17 +59,20 @@ class Roster:
 
     def _ask(self, grid: Grid, nodes: Sequence[int], timeout: float) -> None:
         messages = [Message(RecordDict(), node, WHOAMI, ttl=timeout) for node in nodes]
-        replies = list(grid.send_and_receive(messages, timeout=timeout))
-        asked = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
-        for reply in sorted(replies, key=lambda reply: reply.metadata.src_node_id):
-            node = asked.get(reply.metadata.reply_to_message_id)
-            if node is not None and (reply.has_content() or reply.error.code == RAISED):
-                self._known[node] = _number_in(reply) if reply.has_content() else node
-                if self._known[node] < 0:
-                    self._known[node] = node
+        replies = grid.send_and_receive(messages, timeout=timeout)
+        said = {reply.metadata.reply_to_message_id: reply for reply in replies}
+        for message in messages:
+            node = message.metadata.dst_node_id
+            number = _number_in(said.get(message.metadata.message_id))
+            self._silences[node] += number is None
+            if number is not None or self._silences[node] == TRIES:
+                self._known[node] = node if number is None or number < 0 else number
 
 
-def _number_in(reply: Message) -> int:
+def _number_in(reply: Message | None) -> int | None:
+    """Return the number that a device gave; negative where it has none, None where it did not answer."""
+    if reply is None or reply.has_error():
+        return -1 if reply is not None and reply.error.code == RAISED else None
     identity = reply.content.config_records.get(IDENTITY)
     number = identity.get("partition-id") if identity else None
     return number if isinstance(number, int) else -1

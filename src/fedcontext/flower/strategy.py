@@ -14,12 +14,13 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result, Strategy
 
 from fedcontext.aggregate import Aggregation
+from fedcontext.arrays import all_finite
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.flower.combine import combine
 from fedcontext.flower.exchange import Answer, Probes, Task, collect, message_for, plan_tasks, received
 from fedcontext.flower.history import History, client_metrics, round_metrics, sound_metrics
 from fedcontext.flower.nodes import Roster, Snapshot, connected
-from fedcontext.flower.wire import Arrays, arrays_of, record_of, size
+from fedcontext.flower.wire import SAMPLES, Arrays, arrays_of, record_of, size
 from fedcontext.rules import Rule, contextual
 
 log = logging.getLogger("flwr")
@@ -84,6 +85,7 @@ class ContextualStrategy(Strategy):
         self._params: Arrays = {}
         self._sent: list[tuple[Task, Message]] = []
         self._timeout: float | None = None
+        self._samples_key: str = getattr(inner, "weighted_by_key", SAMPLES)
 
     def summary(self) -> None:
         """Log what this strategy adds to the inner one."""
@@ -101,7 +103,7 @@ class ContextualStrategy(Strategy):
         self._params, self._sent = arrays_of(arrays), []
         if not wanted:
             return []
-        devices = self._roster.devices(grid, nodes, self.node_timeout)
+        devices = self._roster.devices(grid, nodes, min(self.node_timeout, self._timeout or self.node_timeout))
         cohort = min(len(wanted), len(devices))
         if not cohort:
             raise FedcontextError(f"none of the {len(nodes)} connected devices answered who it is")
@@ -131,12 +133,12 @@ class ContextualStrategy(Strategy):
         sent = {message.metadata.message_id: task for task, message in self._sent}
         down = sum(size(record) for _, m in self._sent for record in m.content.array_records.values())
         up = received(replies)
-        answers, excluded = collect(sent, replies, self._params, self._roster.device_of)
+        answers, excluded = collect(sent, replies, self._params, self._roster.device_of, self._samples_key)
         result = self._combined(answers, excluded)
         used = [answer for answer in answers if answer.task.device not in excluded]
         cohort = [answer.task.device for answer in used if answer.task.role == "cohort"]
         self.history.note(server_round, self.rule, cohort, result, excluded, down, up)
-        metrics = client_metrics(self.inner, [a.content for a in used if a.update is not None])
+        metrics = client_metrics(self.inner, [a.content for a in used if a.update is not None], self._samples_key)
         self._sent = []
         return (record_of(result.params) if result else None), round_metrics(metrics, cohort, result, excluded)
 
@@ -162,13 +164,18 @@ class ContextualStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return the inner strategy's messages."""
-        nodes = connected(grid, self._least("min_evaluate_nodes"), self.node_timeout)
+        """Return the inner strategy's messages; none where too few devices are connected to evaluate."""
+        nodes, least = sorted(grid.get_node_ids()), self._least("min_evaluate_nodes")
+        if len(nodes) < least and getattr(self.inner, "fraction_evaluate", 1.0) > 0:
+            log.warning("no evaluation: %d devices must be connected, got %d", least, len(nodes))
+            return []
         return self.inner.configure_evaluate(server_round, arrays, config, Snapshot(grid, nodes))
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return the inner strategy's summary of the replies that hold finite numbers, in the devices' order."""
-        return self.inner.aggregate_evaluate(server_round, sound_metrics(replies, self._roster.device_of))
+        return self.inner.aggregate_evaluate(
+            server_round, sound_metrics(replies, self._roster.device_of, self._samples_key)
+        )
 
     def start(
         self,
@@ -180,7 +187,7 @@ class ContextualStrategy(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
-        """Run the rounds, or those after the last checkpoint, and return the model and all metrics."""
+        """Run the rounds, or those after the last checkpoint, and return the model and these rounds' metrics."""
         self._timeout = timeout
         train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         result, rule = Result(), self._settled_rule(train_config)
@@ -206,9 +213,12 @@ class ContextualStrategy(Strategy):
                     f"{self.history.lost} rounds in a row were lost (max_lost {self.max_lost}): in the last one "
                     f"fewer than {self.min_replies} devices gave a usable update; left out: {self.history.excluded}"
                 )
+        log.info("Final results:\n%s", result)
         return result
 
     def _begin(self, initial: ArrayRecord, rounds: int, rule: Rule) -> ArrayRecord:
+        if bad := [name for name, array in arrays_of(initial).items() if not all_finite(array)]:
+            raise FedcontextError(f"the initial model has NaN or infinite entries in {', '.join(bad)}")
         settings: dict[str, Any] = {"rounds": rounds, "seed": self.seed, "k2": self.probes}
         settings |= {"algorithm": f"{type(self.inner).__name__}, {rule.name}", "smoothness": rule.smoothness}
         params = self.history.begin(arrays_of(initial), rule, settings)

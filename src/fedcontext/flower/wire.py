@@ -58,7 +58,7 @@ def view(array: Array) -> npt.NDArray[Any]:
         if dtype.hasobject or flat.nbytes + stream.tell() != len(array.data):
             raise ValueError("length")
         return flat.reshape(shape, order="F" if fortran else "C")
-    except (ValueError, KeyError, TypeError, OverflowError, SyntaxError, MemoryError):
+    except Exception:  # NumPy's parser of headers raises many kinds, and a stranger chose the bytes
         raise FedcontextError("an array cannot be read: it is not in NumPy's format") from None
 
 
@@ -67,17 +67,23 @@ def size(record: ArrayRecord) -> int:
     return sum(len(array.data) for array in record.values())
 
 
-def number_in(content: RecordDict, name: str) -> float:
-    """Return the number ``name`` of the reply's metrics; NaN where there is none.
+def number_in(content: RecordDict, *names: str) -> float:
+    """Return the first number under one of ``names`` in the reply's metrics; NaN where there is none.
 
     >>> number_in(RecordDict(), "num-examples")
     nan
     """
-    for metrics in content.metric_records.values():
-        value = metrics.get(name)
-        if isinstance(value, int | float):
-            return float(value)
-    return math.nan
+    values = [metrics.get(name) for name in names for metrics in content.metric_records.values()]
+    return next((float(value) for value in values if isinstance(value, int | float)), math.nan)
+
+
+def shown(text: str) -> str:
+    """Return a stranger's words fit for logs and records: one short line of printable characters.
+
+    >>> shown("an error" + chr(27) + "[2J")
+    'an error[2J'
+    """
+    return "".join(character for character in text if character.isprintable())[:200]
 
 
 def config_of(content: RecordDict) -> dict[str, Any]:
