@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -31,12 +32,15 @@ RUN_CONFIG = {
 
 
 @pytest.fixture
-def task(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def task(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(HERE)
     monkeypatch.delitem(sys.modules, "task", raising=False)
     import task
 
-    return task
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
+    yield task
+    torch.set_num_threads(threads)
 
 
 def changes() -> dict[str, list[tuple[str, str]]]:

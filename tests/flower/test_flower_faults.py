@@ -202,7 +202,7 @@ def test_a_late_answer_of_a_device_that_was_not_asked_is_named(tmp_path: Path) -
 
 def test_too_few_answers_keep_the_model_and_lose_the_round(tmp_path: Path) -> None:
     run = strategy(tmp_path, min_replies=4, max_lost=9)
-    meddle = failed(2, "no")
+    meddle = FAULTS["fails"][0]
     found = run.start(MemoryGrid(APP, range(4), meddle=meddle), record_of(START), 2)
     for record in fc.read(tmp_path / "run.jsonl")[1]:
         assert (record.lost, record.devices, record.weights, record.promised_change) == (True, [], [], None)
@@ -220,7 +220,9 @@ def test_lost_rounds_in_a_row_end_the_run_and_one_good_round_starts_the_count_an
         return [reply] if number in good else [Message(Error(2, "no"), reply_to=message)]
 
     grid.meddle = meddle
-    with pytest.raises(fc.FedcontextError, match=r"3 rounds in a row were lost \(max_lost 3\)"):
+    with pytest.raises(
+        fc.FedcontextError, match=r"3 rounds in a row were lost \(max_lost 3\), the last because at least 1"
+    ):
         strategy(tmp_path, max_lost=3).start(grid, record_of(START), 20)
     assert [record.lost for record in fc.read(tmp_path / "run.jsonl")[1]] == [True, True, False, True, True, True]
 
@@ -278,7 +280,16 @@ def test_probes_need_devices_outside_the_cohort(tmp_path: Path) -> None:
         run.start(MemoryGrid(APP, range(4)), record_of(START), 1)
 
 
-@pytest.mark.parametrize("metrics", [{"loss": float("nan"), "num-examples": 3}, {"loss": 1.0, "num-examples": 0}, {}])
+EVALUATIONS = [
+    {"loss": float("nan"), "num-examples": 3},
+    {"loss": 9.0, "num-examples": 0},
+    {"loss": 9.0, "num-examples": 3, "more": 1},
+    {"num-examples": 3},
+    {},
+]
+
+
+@pytest.mark.parametrize("metrics", EVALUATIONS)
 def test_a_bad_evaluation_is_left_out(tmp_path: Path, metrics: dict) -> None:
     def evaluate(params, context):
         return metrics if context.node_config["partition-id"] == BAD else {"loss": 1.0, "num-examples": 3}
@@ -318,6 +329,7 @@ def test_a_model_that_is_not_finite_is_refused_at_the_start(tmp_path: Path) -> N
         strategy(tmp_path).start(MemoryGrid(APP, range(3)), record_of({**START, "w": NAN}), 1)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # NumPy's, about headers of old
 @given(st.data())
 def test_no_bytes_do_more_than_be_refused(data: st.DataObject) -> None:
     good = Array(np.arange(6, dtype=np.float32).reshape(2, 3)).data

@@ -14,6 +14,7 @@ from flwr.serverapp.strategy import FedAvg, FedProx, Result
 
 import fedcontext as fc
 from fedcontext.algorithms import ALGORITHMS
+from fedcontext.datasets import files
 from fedcontext.flower import ContextualStrategy, numpy_client
 from fedcontext.flower.exchange import plan_tasks
 from fedcontext.flower.wire import arrays_of, record_of
@@ -95,6 +96,17 @@ def test_devices_get_their_own_epochs_and_the_inner_strategys_settings() -> None
         seen[t.device]["local-epochs"] for t in plan_tasks(0, 1, range(8), 8, probes="cohort", epochs=(1, 9))
     ]
     assert "local-epochs" not in config, "the caller's config is not ours to change"
+
+
+@pytest.mark.data
+@pytest.mark.skipif(files.where("mnist") is None, reason="the MNIST files are not at hand")
+def test_the_example_app_learns_mnist() -> None:
+    config = {**SETTINGS, "dataset": "mnist", "learning-rate": 0.3}
+    strategy = ContextualStrategy(FedAvg(), task.algorithm(config).rule, probes="all", epochs=(1, 3))
+    result = strategy.start(MemoryGrid(APP, range(10), config), record_of(task.start(config)), 3)
+    judged = result.evaluate_metrics_clientapp
+    assert judged[3]["accuracy"] > 0.6
+    assert judged[3]["loss"] < judged[2]["loss"] < judged[1]["loss"]
 
 
 def test_the_smoothness_is_one_over_lr_where_no_rule_is_given() -> None:

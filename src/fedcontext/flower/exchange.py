@@ -63,12 +63,14 @@ def plan_tasks(
     devices: Sequence[int],
     cohort: int,
     *,
-    probes: Probes,
+    probes: Probes | None,
     own_gradients: bool = False,
     pool: int = 0,
     epochs: tuple[int, int] | None = None,
 ) -> list[Task]:
     """Return the round's tasks: the simulator's plan over ``devices``, with probes outside the cohort.
+
+    No probes (None) are for a rule that needs no estimate of the global gradient.
 
     >>> tasks = plan_tasks(0, 1, devices=[10, 11, 12, 13], cohort=2, probes=1)
     >>> [task.role for task in tasks], len({task.device for task in tasks})
@@ -87,7 +89,9 @@ def plan_tasks(
     return trained + [Task(devices[k], "probe", True, True) for k in others]
 
 
-def _probes(seed: int, number: int, population: int, cohort: IntArray, probes: Probes) -> IntArray:
+def _probes(seed: int, number: int, population: int, cohort: IntArray, probes: Probes | None) -> IntArray:
+    if probes is None:
+        return cohort[:0]
     if probes == "cohort":
         return cohort
     if probes == "all":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -146,9 +147,18 @@ def client_metrics(inner: Strategy, contents: Sequence[RecordDict], samples_key:
 def sound_metrics(
     replies: Iterable[Message], device_of: Callable[[int], int | None], samples_key: str
 ) -> list[Message]:
-    """Return the replies to an evaluation that can be summarised, ordered by device."""
-    kept = [reply for reply in replies if reply.has_content() and _is_sound(reply.content, samples_key)]
-    return sorted(kept, key=lambda reply: device_of(reply.metadata.src_node_id) or 0)
+    """Return the replies to an evaluation that can be summarised, ordered by device: sound, and of the usual form."""
+    sound = [reply for reply in replies if reply.has_content() and _is_sound(reply.content, samples_key)]
+    sound.sort(key=lambda reply: device_of(reply.metadata.src_node_id) or 0)
+    forms = [_form(reply.content) for reply in sound]
+    usual = Counter(forms).most_common(1)
+    return [reply for reply, form in zip(sound, forms, strict=True) if form == usual[0][0]]
+
+
+def _form(content: RecordDict) -> tuple[object, ...]:
+    """Return the names of the metrics, and how long those are that are lists."""
+    ((name, metrics),) = content.metric_records.items()
+    return name, *sorted((key, len(value) if isinstance(value, list) else -1) for key, value in metrics.items())
 
 
 def _is_sound(content: RecordDict, samples_key: str) -> bool:

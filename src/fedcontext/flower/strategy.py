@@ -85,6 +85,7 @@ class ContextualStrategy(Strategy):
         self._params: Arrays = {}
         self._sent: list[tuple[Task, Message]] = []
         self._timeout: float | None = None
+        self._why_lost = ""
         self._samples_key: str = getattr(inner, "weighted_by_key", SAMPLES)
 
     def summary(self) -> None:
@@ -99,7 +100,8 @@ class ContextualStrategy(Strategy):
         """Return one message for each device of the round: train, train and report the gradient, or report it."""
         rule = self._settled_rule(config)
         nodes = connected(grid, self._least("min_train_nodes"), self.node_timeout)
-        wanted = list(self.inner.configure_train(server_round, arrays, config, Snapshot(grid, nodes)))
+        own_config = ConfigRecord({**config})  # strategies write into what they get
+        wanted = list(self.inner.configure_train(server_round, arrays, own_config, Snapshot(grid, nodes)))
         self._params, self._sent = arrays_of(arrays), []
         if not wanted:
             return []
@@ -113,13 +115,11 @@ class ContextualStrategy(Strategy):
             server_round,
             list(devices),
             cohort,
-            probes=self.probes if "gradient" in needs else "cohort",
+            probes=self.probes if "gradient" in needs else None,
             own_gradients="own gradients" in needs,
             pool=self._pool(len(devices) - cohort) if "pool" in needs else 0,
             epochs=self.epochs,
         )
-        if not needs & {"gradient", "own gradients"}:
-            tasks = [Task(task.device, task.role, False, False, task.epochs) for task in tasks]
         self._sent = [(t, message_for(t, wanted[0].content, devices[t.device], self._timeout)) for t in tasks]
         return [message for _, message in self._sent]
 
@@ -158,6 +158,7 @@ class ContextualStrategy(Strategy):
                 buffers=self.buffers,
             )
         except (FedcontextError, np.linalg.LinAlgError) as error:
+            self._why_lost = str(error)
             log.warning("the round is lost, the model is kept: %s", error)
             return None
 
@@ -210,8 +211,8 @@ class ContextualStrategy(Strategy):
             self.history.close(number, arrays_of(arrays), rule, self.seed, time.monotonic() - began)
             if self.history.lost >= self.max_lost:
                 raise FedcontextError(
-                    f"{self.history.lost} rounds in a row were lost (max_lost {self.max_lost}): in the last one "
-                    f"fewer than {self.min_replies} devices gave a usable update; left out: {self.history.excluded}"
+                    f"{self.history.lost} rounds in a row were lost (max_lost {self.max_lost}), the last because "
+                    f"{self._why_lost}; left out: {self.history.excluded}"
                 )
         log.info("Final results:\n%s", result)
         return result
