@@ -6,13 +6,16 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
 
 from fedcontext.errors import FedcontextError
 from fedcontext.flower.wire import IDENTITY, WHOAMI
+
+if TYPE_CHECKING:
+    from flwr.supercore.run import Run
 
 log = logging.getLogger("flwr")
 RAISED = 2  # Flower's code for an exception in a client app
