@@ -10,6 +10,7 @@ import pytest
 from fedcontext_app import task
 from flower_grid import MemoryGrid
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp import strategy as stock
 from flwr.serverapp.strategy import FedAvg, FedProx, Result
 
 import fedcontext as fc
@@ -109,6 +110,26 @@ def test_the_example_app_learns_mnist() -> None:
     assert judged[3]["loss"] < judged[2]["loss"] < judged[1]["loss"]
 
 
+STRATEGIES = [kind for kind in vars(stock).values() if isinstance(kind, type) and issubclass(kind, FedAvg)]
+
+
+@pytest.mark.parametrize("inner", [kind for kind in STRATEGIES if "Xgb" not in kind.__name__], ids=lambda k: k.__name__)
+def test_whatever_strategy_is_inside_the_model_is_the_rules(inner: type[FedAvg]) -> None:
+    models = []
+    for kind in (FedAvg, inner):
+        extra = {"client_learning_rate": 0.1} if kind is stock.QFedAvg else {}
+        strategy = ContextualStrategy(kind(fraction_evaluate=0.0, **extra), fc.contextual(20), epochs=(1, 1))
+        grid = MemoryGrid(APP, range(4), SETTINGS)
+        models.append(arrays_of(strategy.start(grid, record_of(task.start(SETTINGS)), 2).arrays)["softmax"])
+    assert models[0].tobytes() == models[1].tobytes()
+
+
+def test_a_strategy_whose_noise_would_be_lost_is_refused() -> None:
+    private = stock.DifferentialPrivacyServerSideFixedClipping(FedAvg(), 1.0, 1.0, 4)
+    with pytest.raises(fc.FedcontextError, match="wrapper such as DifferentialPrivacyServerSideFixedClipping"):
+        ContextualStrategy(private, fc.mean())
+
+
 def test_the_smoothness_is_one_over_lr_where_no_rule_is_given() -> None:
     strategy = ContextualStrategy(FedAvg(fraction_evaluate=0.0), epochs=(1, 1))
     grid, start = MemoryGrid(APP, range(4), SETTINGS), record_of(task.start(SETTINGS))
@@ -144,19 +165,15 @@ def test_records_and_metrics_tell_the_round(tmp_path: Path) -> None:
 
 
 def test_a_stock_client_that_answers_with_weights_gives_the_same_model() -> None:
-    def stock(message, context):
-        for config in message.content.config_records.values():
-            config.pop("fedcontext.asked", None)
-        return APP.app(message, context)
+    def untouched(message, context):
+        return (APP.app if message.metadata.message_type == "train" else APP)(message, context)
 
-    config = {**SETTINGS, "algorithm": "fedavg"}
-    results = []
-    for app in (APP, stock):
+    models = []
+    for app in (APP, untouched):
         strategy = ContextualStrategy(FedAvg(fraction_evaluate=0.0), fc.by_samples(), epochs=(1, 2))
-        grid = MemoryGrid(app, range(6), config)
-        grid.app = APP if app is APP else lambda m, c: (APP if m.metadata.message_type != "train" else stock)(m, c)
-        results.append(arrays_of(strategy.start(grid, record_of(task.start(config)), 2).arrays)["softmax"])
-    np.testing.assert_allclose(results[0], results[1], rtol=1e-6, atol=1e-8)
+        result = strategy.start(MemoryGrid(app, range(6), SETTINGS), record_of(task.start(SETTINGS)), 2)
+        models.append(arrays_of(result.arrays)["softmax"])
+    np.testing.assert_allclose(models[0], models[1], rtol=1e-6, atol=1e-8)
 
 
 def test_devices_that_cannot_say_who_they_are_go_by_their_node() -> None:

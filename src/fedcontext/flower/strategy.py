@@ -75,6 +75,11 @@ class ContextualStrategy(Strategy):
             raise FedcontextError(f"probes must be a number of devices, 'all' or 'cohort', got {probes!r}")
         if min_replies < 1 or max_lost < 1:
             raise FedcontextError(f"min_replies and max_lost must be at least 1, got {min_replies} and {max_lost}")
+        if isinstance(getattr(inner, "strategy", None), Strategy):
+            raise FedcontextError(
+                f"inner must not be a wrapper such as {type(inner).__name__}: the noise and clipping of its aggregation "
+                "would be lost; wrap the strategy inside it"
+            )
         self.inner, self.rule, self.probes, self.seed = inner, rule, probes, seed
         self.epochs, self.pool, self.probe_averaging = epochs, pool, probe_averaging
         self.layers, self.buffers = layers, buffers
