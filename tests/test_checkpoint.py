@@ -114,6 +114,13 @@ def test_a_finished_simulation_is_not_run_again(tmp_path: Path, monkeypatch: pyt
     assert runner.run(EXPERIMENT, tmp_path, resume=True) == first
 
 
+def test_records_that_are_gone_are_missed(tmp_path: Path) -> None:
+    runner.run(EXPERIMENT, tmp_path, resume=True)
+    (tmp_path / f"{EXPERIMENT.name}.jsonl").unlink()
+    with pytest.raises(fc.FedcontextError, match="rounds 1 to 6 are to be kept, but the file is not there"):
+        runner.run(EXPERIMENT, tmp_path, resume=True)
+
+
 def test_without_resume_a_run_starts_anew_and_keeps_no_checkpoint(tmp_path: Path) -> None:
     runner.run(EXPERIMENT, tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".jsonl", ".toml"}

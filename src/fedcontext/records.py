@@ -88,6 +88,8 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[RoundRecord]]:
 
 def keep(path: Path, rounds: int) -> list[RoundRecord]:
     """Return the first ``rounds`` records of a run's file, after cutting the file behind them: to go on from there."""
+    if not path.exists():
+        raise FedcontextError(f"{path}: rounds 1 to {rounds} are to be kept, but the file is not there")
     _, records = read(path)
     if [record.number for record in records[:rounds]] != list(range(1, rounds + 1)):
         raise FedcontextError(f"{path}: rounds 1 to {rounds} are to be kept, but it holds {len(records)} in all")

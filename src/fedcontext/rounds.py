@@ -140,7 +140,7 @@ class Simulation:
             promised_change=result.promised_change if result else None,
             measured_change=change,
             smoothness=self.algorithm.rule.smoothness,
-            curvature=_curvature_along(result, change) if result and change is not None else None,
+            curvature=curvature_along(result, change) if result and change is not None else None,
             condition=result.geometry.condition if result else None,
             seconds=got.seconds,
             bytes_down=got.bytes_down,
@@ -187,7 +187,7 @@ def rounds(
     return (record for _, record in simulation.play())
 
 
-def _curvature_along(result: Aggregation, change: float) -> float | None:
+def curvature_along(result: Aggregation, change: float) -> float | None:
     """Return the β with which the bound would have met the change: 2 (change - b·α) / αᵀ G α."""
     geometry, count = result.geometry, len(result.weights)
     square = float(result.weights @ geometry.gram[:count, :count] @ result.weights)

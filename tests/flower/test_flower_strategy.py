@@ -157,6 +157,7 @@ def test_records_and_metrics_tell_the_round(tmp_path: Path) -> None:
         assert metrics["fedcontext.weights"] == record.weights
         assert metrics["fedcontext.promised-change"] == record.promised_change
         assert record.promised_change < 0
+        assert record.curvature is not None
         assert metrics["fedcontext.devices"] == record.devices
         assert record.bytes_up == 2 * record.bytes_down
         assert not record.lost

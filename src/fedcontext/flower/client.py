@@ -59,7 +59,7 @@ def torch_client(
         model.zero_grad()
         samples = 0
         for batch in batches(context):
-            inputs, labels = (part.to(device) for part in (batch.values() if isinstance(batch, Mapping) else batch))
+            inputs, labels = (part.to(device) for part in _pair(batch))
             (mean_loss(model(inputs), labels) * len(labels)).backward()
             samples += len(labels)
         named = model.named_parameters(remove_duplicate=False)
@@ -122,6 +122,13 @@ class GradientApp(ClientApp):
         if GRADIENT in asked and reply.has_content():
             reply.content[GRADIENT] = record_of(_arrays(self.gradient(sent, context)[0]))
         return reply
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    parts = tuple(batch.values() if isinstance(batch, Mapping) else batch)
+    if len(parts) != 2:
+        raise FedcontextError(f"a batch must be inputs and labels, got {len(parts)} parts")
+    return parts
 
 
 def _leave_update(content: RecordDict, sent: Arrays) -> None:

@@ -18,6 +18,7 @@ from fedcontext.aggregate import Aggregation
 from fedcontext.errors import FedcontextError
 from fedcontext.flower.wire import Arrays
 from fedcontext.records import RoundRecord
+from fedcontext.rounds import curvature_along
 from fedcontext.rules import Rule, State
 
 log = logging.getLogger("flwr")
@@ -33,6 +34,7 @@ class History:
         self._checkpoint = Path(checkpoint_at) if checkpoint_at else None
         self._settings: dict[str, Any] = {"dataset": name}
         self._open: RoundRecord | None = None
+        self._result: Aggregation | None = None
         self._loss: float | None = None  # at the params, where known
         self._judged: dict[str, float] = {}
         self.number = 0  # rounds done
@@ -75,6 +77,7 @@ class History:
         self.excluded = dict(sorted(excluded.items()))
         if result:
             self.rule_state = result.state
+        self._result = result
         self._open = RoundRecord(
             number=number,
             loss=None,
@@ -107,10 +110,13 @@ class History:
         loss, accuracy = self._judged.get("loss"), self._judged.get("accuracy")
         change = None if loss is None or self._loss is None else loss - self._loss
         if self._open is not None and self._records is not None:
-            record = replace(self._open, loss=loss, accuracy=accuracy, measured_change=change, seconds=seconds)
+            bent = curvature_along(self._result, change) if self._result and change is not None else None
+            judged: dict[str, Any] = {"loss": loss, "accuracy": accuracy, "measured_change": change, "curvature": bent}
+            record = replace(self._open, **judged, seconds=seconds)
             with self._records.open("a", encoding="utf-8") as file:
                 list(records.write(self._settings, [record], file))
-        self.number, self._loss, self._open, self._judged = number, loss, None, {}
+        self.number, self._loss, self._judged = number, loss, {}
+        self._open = self._result = None
         if self._checkpoint is not None:
             facts = {"number": number, "seed": seed, "rule": rule.name, "lost": self.lost, "loss": loss}
             checkpoint.save(self._checkpoint, params, self.rule_state, facts)
