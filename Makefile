@@ -16,9 +16,9 @@ lint: .venv/test.done
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-reproduction: .venv/demo.done  ## All experiments of the paper in full, the figures and docs/reproduction.md
+reproduction: .venv/test.done  ## All experiments of the paper in full, the figures and docs/reproduction.md
 	$(BIN)/fedcontext reproduce all --out runs/paper
-	$(BIN)/fedcontext reproduce report --out runs/paper --docs docs
+	$(BIN)/fedcontext reproduce claims --out runs/paper --docs docs
 
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv

@@ -7,6 +7,7 @@ from fedcontext.errors import FedcontextError, MissingExtra
 from fedcontext.experiment import Experiment
 from fedcontext.fleet import PROFILES, Fleet, Profile, Spread, make_fleet
 from fedcontext.geometry import Geometry
+from fedcontext.mapped import mapped
 from fedcontext.plan import RoundPlan, plan_round
 from fedcontext.records import RoundRecord, read
 from fedcontext.rounds import Simulation, State, prepare, rounds
@@ -44,6 +45,7 @@ __all__ = [
     "folb",
     "load",
     "make_fleet",
+    "mapped",
     "mean",
     "plan_round",
     "prepare",

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from fedcontext.arrays import (
+    SCRATCH,
     Array,
     FloatArray,
     Structure,
     all_finite,
     framework,
     kind_of,
+    largest_number,
     leaf_name,
     leaves,
     rebuild,
@@ -19,7 +23,7 @@ from fedcontext.arrays import (
 )
 from fedcontext.errors import FedcontextError
 from fedcontext.geometry import Geometry, Report, measure, shares
-from fedcontext.intake import Structures, choose, take
+from fedcontext.intake import Structures, blame, choose, take, take_targets
 from fedcontext.rules import NULL_SPACE_LIMIT, Rule, State, bound
 
 
@@ -48,10 +52,14 @@ def aggregate(
     layers: Iterable[str | int] | None = None,
     buffers: Iterable[str | int] = (),
     state: State = None,
+    out: Structure | None = None,
+    scratch: int = SCRATCH,
 ) -> Aggregation:
     """Return the params after one aggregation: w + Σ αₖ Δₖ (eq. 4), with the weights that ``rule`` gives.
 
-    Everything is checked first, and nothing that was handed in is changed.
+    Everything is checked first, and nothing that was handed in is changed (but ``out``, at the end). The updates are
+    read twice, block by block: once for the inner products, once for the sum. They may be memory-mapped files
+    (`fedcontext.mapped`), so that together they can be larger than memory.
 
     Args:
         params: the global model: an array, or a list, tuple or mapping of arrays (a ``state_dict`` as it is).
@@ -66,6 +74,8 @@ def aggregate(
         layers: names (or positions) of the leaves that enter the geometry; the weights apply to all leaves.
         buffers: leaves that are averaged instead of weighted, as are all that do not hold floating point.
         state: the memory that the rule returned last round.
+        out: where to write the new params, a structure like ``params`` or ``params`` itself; fresh arrays if None.
+        scratch: bytes of a block; the working memory is at most four of them, whatever the size of the model.
 
     >>> import numpy as np
     >>> import fedcontext as fc
@@ -89,11 +99,34 @@ def aggregate(
         needed=measured,
     )
     _check_needs(rule, report, sum(size_of(base[name]) for name in measured))
-    geometry = measure(report, [name for name in base if name in measured], vectors="vectors" in rule.needs)
+    largest = {name: _largest(name, leaf, scratch) for name, leaf in base.items() if kind_of(leaf) == "floating"}
+    geometry = measure(report, [name for name in base if name in measured], rule.needs, scratch)
+    if not geometry.finite:
+        alone: Structures | None = None if gradient is None else {"": gradient}
+        blame(
+            measured,
+            device=updates,
+            the_gradient=alone,
+            probe=gradients,
+            own_gradient_of_device=own_gradients,
+            pool_device=pool,
+        )
     weights, state = rule.weigh(geometry, rule.init() if state is None else state)
     even = shares(report.samples, len(report.updates))
-    moved = {name: _moved(name, leaf, report, even if name in averaged else weights) for name, leaf in base.items()}
-    return Aggregation(rebuild(params, moved), weights, _promise(rule, geometry, weights), geometry, state)
+    reach = float(np.abs(weights) @ np.sqrt(np.diag(geometry.gram))[: len(weights)])  # no entry moves further
+    safe = {name for name in measured if largest[name] + reach <= largest_number(base[name])}
+    targets = {} if out is None else take_targets(base, out)
+    moved = {
+        name: _moved(name, base[name], report, even if name in averaged else weights, scratch)
+        for name in base
+        if name not in safe
+    }
+    for name in safe:
+        moved[name] = _combined(name, base[name], report, weights, scratch, targets.get(name))
+    for name in targets.keys() - safe:
+        targets[name][...] = moved[name]
+    result = {name: targets.get(name, moved[name]) for name in base}
+    return Aggregation(rebuild(params, result), weights, _promise(rule, geometry, weights), geometry, state)
 
 
 def _check_needs(rule: Rule, report: Report, size: int) -> None:
@@ -107,11 +140,24 @@ def _check_needs(rule: Rule, report: Report, size: int) -> None:
         raise FedcontextError(f"rule '{rule.name}' is for at most {NULL_SPACE_LIMIT} parameters, got {size}")
 
 
-def _moved(name: str, leaf: Array, report: Report, weights: FloatArray) -> Array:
-    result = framework(leaf).combine(leaf, [update[name] for update in report.updates], weights)
-    if not all_finite(result):
+def _largest(name: str, leaf: Array, scratch: int) -> float:
+    value = framework(leaf).largest(leaf, scratch)
+    if not np.isfinite(value):
+        raise FedcontextError(f"params: {leaf_name(name)} has NaN or infinite entries")
+    return value
+
+
+def _moved(name: str, leaf: Array, report: Report, weights: FloatArray, scratch: int) -> Array:
+    result = _combined(name, leaf, report, weights, scratch)
+    if kind_of(leaf) == "floating" and not all_finite(result, scratch):
         raise FedcontextError(f"the new {leaf_name(name)} overflows {leaf.dtype}: the step is too long")
     return result
+
+
+def _combined(
+    name: str, leaf: Array, report: Report, weights: FloatArray, scratch: int, out: Array | None = None
+) -> Array:
+    return framework(leaf).combine(leaf, [update[name] for update in report.updates], weights, scratch, out)
 
 
 def _promise(rule: Rule, geometry: Geometry, weights: FloatArray) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -21,7 +22,8 @@ Array: TypeAlias = Any  # numpy.ndarray, torch.Tensor or jax.Array
 Structure: TypeAlias = Any  # an Array, or a list, tuple or mapping of Structures
 Leaves: TypeAlias = dict[str, Array]
 
-BLOCK_BYTES = 16 * 2**20  # float64 scratch of one pass, whatever the size of the model
+SCRATCH = 16 * 2**20  # bytes of a float64 block; at most four of them are in memory at once
+COMPILED_FROM = 2**20  # entries in all, from which compiled sums pay for being loaded
 
 
 def leaves(structure: Structure, name: str = "") -> Leaves:
@@ -68,7 +70,7 @@ def rebuild(like: Structure, values: Mapping[str, Array]) -> Structure:
 
 
 class Framework(Protocol):
-    """What one array library must offer: read rows as float64, and write a sum back in its own type."""
+    """What one array library must offer: inner products in float64, and a sum written back in its own type."""
 
     name: str
 
@@ -76,16 +78,22 @@ class Framework(Protocol):
         """Return where the array lives: arrays of one model must live together."""
         ...
 
-    def load(self, arrays: Sequence[Array], start: int, stop: int) -> Any:
-        """Return entries ``start`` to ``stop`` of each array as the rows of a float64 matrix in the same place."""
+    def products(self, rows: Sequence[Array], columns: Sequence[Array], scratch: int) -> FloatArray:
+        """Return (K, K + P), the inner products of the rows with themselves and with the columns, in float64."""
         ...
 
-    def number(self, product: Any) -> FloatArray:
-        """Return a small result of matrix products as a NumPy array."""
+    def combine(
+        self, base: Array, rows: Sequence[Array], weights: FloatArray, scratch: int, out: Array | None = None
+    ) -> Array:
+        """Return ``base + Σ weights · rows`` in the type and place of ``base``, in ``out`` if given; integers rounded."""
         ...
 
-    def combine(self, base: Array, rows: Sequence[Array], weights: FloatArray) -> Array:
-        """Return ``base + Σ weights · rows`` in the type and place of ``base``; integers are rounded."""
+    def vectors(self, arrays: Sequence[Array]) -> FloatArray:
+        """Return the arrays as the rows of a NumPy matrix."""
+        ...
+
+    def largest(self, array: Array, scratch: int) -> float:
+        """Return the largest absolute value; NaN where an entry is NaN."""
         ...
 
 
@@ -95,22 +103,43 @@ class _NumPy:
     def place(self, array: Array) -> str:
         return "cpu"
 
-    def load(self, arrays: Sequence[Array], start: int, stop: int) -> Any:
+    def products(self, rows: Sequence[Array], columns: Sequence[Array], scratch: int) -> FloatArray:
+        if compiled := _compiled([*rows, *columns]):
+            return np.asarray(compiled.products(rows, columns))
+        total = np.zeros((len(rows), len(rows) + len(columns)))
+        for start, stop in blocks(rows[0].size, len(rows) + len(columns), scratch):
+            block = self._load([*rows, *columns], start, stop)
+            total += block[: len(rows)] @ block.T
+        return total
+
+    def combine(
+        self, base: Array, rows: Sequence[Array], weights: FloatArray, scratch: int, out: Array | None = None
+    ) -> Array:
+        result = np.empty(base.shape, base.dtype) if out is None else out
+        if compiled := _compiled([base, result, *rows]):
+            compiled.combine(base, rows, weights, result)
+            return result
+        flat = result.reshape(-1)
+        for start, stop in blocks(base.size, len(rows) + 1, scratch):
+            block = self._load([base, *rows], start, stop)
+            total = block[0] + weights @ block[1:]
+            with np.errstate(over="ignore"):  # the door refuses a result that overflows
+                flat[start:stop] = total if kind_of(base) == "floating" else np.rint(total)
+        return result
+
+    def vectors(self, arrays: Sequence[Array]) -> FloatArray:
+        return self._load(arrays, 0, arrays[0].size)
+
+    def largest(self, array: Array, scratch: int) -> float:
+        pieces = (array.reshape(-1)[start:stop] for start, stop in blocks(array.size, 1, scratch))
+        ends = (float(end) for piece in pieces for end in (piece.max(), -piece.min()))
+        return max(ends, key=lambda end: np.inf if np.isnan(end) else end, default=0.0)
+
+    def _load(self, arrays: Sequence[Array], start: int, stop: int) -> FloatArray:
         block = np.empty((len(arrays), stop - start))
         for row, array in zip(block, arrays, strict=True):
             row[:] = array.reshape(-1)[start:stop]
         return block
-
-    def number(self, product: Any) -> FloatArray:
-        return np.asarray(product, dtype=np.float64)
-
-    def combine(self, base: Array, rows: Sequence[Array], weights: FloatArray) -> Array:
-        result = np.empty(base.shape, base.dtype)
-        flat = result.reshape(-1)
-        for start, stop in blocks(base.size, len(rows) + 1):
-            total = self.load([base], start, stop)[0] + weights @ self.load(rows, start, stop)
-            flat[start:stop] = total if kind_of(base) == "floating" else np.rint(total)
-        return result
 
 
 class _JAX(_NumPy):
@@ -121,39 +150,94 @@ class _JAX(_NumPy):
     def place(self, array: Array) -> str:
         return str(array.sharding)
 
-    def load(self, arrays: Sequence[Array], start: int, stop: int) -> Any:
-        return super().load([np.asarray(array) for array in arrays], start, stop)
+    def products(self, rows: Sequence[Array], columns: Sequence[Array], scratch: int) -> FloatArray:
+        return super().products([np.asarray(row) for row in rows], [np.asarray(column) for column in columns], scratch)
 
-    def combine(self, base: Array, rows: Sequence[Array], weights: FloatArray) -> Array:
+    def combine(
+        self, base: Array, rows: Sequence[Array], weights: FloatArray, scratch: int, out: Array | None = None
+    ) -> Array:
         import jax
 
-        host = super().combine(np.asarray(base), [np.asarray(row) for row in rows], weights)
+        if out is not None:
+            raise FedcontextError("out must be NumPy or PyTorch arrays: JAX arrays cannot be written to")
+        host = super().combine(np.asarray(base), [np.asarray(row) for row in rows], weights, scratch)
         return jax.device_put(host, base.sharding)
+
+    def vectors(self, arrays: Sequence[Array]) -> FloatArray:
+        return super().vectors([np.asarray(array) for array in arrays])
+
+    def largest(self, array: Array, scratch: int) -> float:
+        return super().largest(np.asarray(array), scratch)
 
 
 class _Torch:
+    """Tensors stay on their device; on a CPU, those that NumPy can view take its way."""
+
     name = "PyTorch"
 
     def place(self, array: Array) -> str:
         return str(array.device)
 
-    def load(self, arrays: Sequence[Array], start: int, stop: int) -> Any:
+    def products(self, rows: Sequence[Array], columns: Sequence[Array], scratch: int) -> FloatArray:
+        everyone = [*rows, *columns]
+        if views := _views(everyone):
+            return _FRAMEWORKS["numpy"].products(views[: len(rows)], views[len(rows) :], scratch)
         import torch
 
-        return torch.stack([array.detach().reshape(-1)[start:stop].double() for array in arrays])
+        total = torch.zeros(len(rows), len(everyone), dtype=torch.float64, device=rows[0].device)
+        for start, stop in blocks(rows[0].numel(), len(everyone), scratch):
+            block = self._load(everyone, start, stop)
+            total += block[: len(rows)] @ block.T
+        return np.asarray(total.cpu().numpy())
 
-    def number(self, product: Any) -> FloatArray:
-        return np.asarray(product.cpu().numpy(), dtype=np.float64)
-
-    def combine(self, base: Array, rows: Sequence[Array], weights: FloatArray) -> Array:
+    def combine(
+        self, base: Array, rows: Sequence[Array], weights: FloatArray, scratch: int, out: Array | None = None
+    ) -> Array:
         import torch
 
-        result = torch.empty(base.shape, dtype=base.dtype, device=base.device)
-        flat, factors = result.reshape(-1), torch.from_numpy(weights).to(base.device)
-        for start, stop in blocks(base.numel(), len(rows) + 1):
-            total = self.load([base], start, stop)[0] + factors @ self.load(rows, start, stop)
+        result = torch.empty(base.shape, dtype=base.dtype, device=base.device) if out is None else out
+        if views := _views([base, result, *rows]):
+            _FRAMEWORKS["numpy"].combine(views[0], views[2:], weights, scratch, views[1])
+            return result
+        flat, factors = result.detach().view(-1), torch.from_numpy(weights).to(base.device)
+        for start, stop in blocks(base.numel(), len(rows) + 1, scratch):
+            block = self._load([base, *rows], start, stop)
+            total = block[0] + factors @ block[1:]
             flat[start:stop] = total if kind_of(base) == "floating" else total.round()
         return result
+
+    def vectors(self, arrays: Sequence[Array]) -> FloatArray:
+        return np.asarray(self._load(arrays, 0, arrays[0].numel()).cpu().numpy())
+
+    def largest(self, array: Array, scratch: int) -> float:
+        import torch
+
+        return float(torch.linalg.vector_norm(array.detach(), float("inf"))) if array.numel() else 0.0
+
+    def _load(self, arrays: Sequence[Array], start: int, stop: int) -> Any:
+        import torch
+
+        return torch.stack([array.detach().reshape(-1)[start:stop] for array in arrays]).double()
+
+
+def _views(tensors: Sequence[Array]) -> list[Array] | None:
+    """Return CPU tensors as NumPy arrays over the same memory, or None where that cannot be."""
+    if any(t.device.type != "cpu" or str(t.dtype) == "torch.bfloat16" or not t.is_contiguous() for t in tensors):
+        return None
+    return [tensor.detach().numpy() for tensor in tensors]
+
+
+def _compiled(arrays: Sequence[Array]) -> Any:
+    """Return the compiled sums where they are installed, pay, and can read these arrays; else None."""
+    if arrays[0].size * len(arrays) < COMPILED_FROM or find_spec("numba") is None:
+        return None
+    if any(a.dtype not in (np.float32, np.float64) or a.dtype != arrays[0].dtype for a in arrays):
+        return None
+    if not all(a.flags.c_contiguous and a.flags.aligned for a in arrays):
+        return None
+    from fedcontext import sums
+
+    return sums
 
 
 _FRAMEWORKS: dict[str, Framework] = {"numpy": _NumPy(), "torch": _Torch(), "jax": _JAX(), "jaxlib": _JAX()}
@@ -198,6 +282,16 @@ def kind_of(array: Array) -> str:
     return "integer" if dtype.startswith(("int", "uint")) else "other"
 
 
+def largest_number(array: Array) -> float:
+    """Return the largest finite number that the array's dtype can hold.
+
+    >>> largest_number(np.zeros(1, np.float16))
+    65504.0
+    """
+    limits = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.40e38, "float64": 1.79e308}
+    return limits.get(str(array.dtype).removeprefix("torch."), 0.0)
+
+
 def size_of(array: Array) -> int:
     """Return the number of entries.
 
@@ -207,25 +301,21 @@ def size_of(array: Array) -> int:
     return int(np.prod(array.shape, dtype=np.int64))
 
 
-def blocks(size: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds that cut ``size`` entries so that ``rows`` float64 rows fit the scratch memory.
+def blocks(size: int, rows: int, scratch: int = SCRATCH) -> Iterator[tuple[int, int]]:
+    """Yield the bounds that cut ``size`` entries so that ``rows`` float64 rows fit ``scratch`` bytes.
 
     >>> list(blocks(5, 1))
     [(0, 5)]
     """
-    width = max(256, BLOCK_BYTES // (8 * max(rows, 1)))
+    width = max(256, scratch // (8 * max(rows, 1)))
     for start in range(0, size, width):
         yield start, min(start + width, size)
 
 
-def all_finite(array: Array) -> bool:
+def all_finite(array: Array, scratch: int = SCRATCH) -> bool:
     """Return whether no entry is NaN or infinite.
 
     >>> all_finite(np.array([1.0, np.nan]))
     False
     """
-    ways = framework(array)
-    for start, stop in blocks(size_of(array), 1):
-        if not np.isfinite(ways.number((ways.load([array], start, stop) * 0).sum())):
-            return False
-    return True
+    return bool(np.isfinite(framework(array).largest(array, scratch)))

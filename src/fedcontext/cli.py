@@ -64,7 +64,19 @@ Every = Annotated[
 DataSeed = Annotated[
     int | None, typer.Option("--data-seed", help="For generating or partitioning the data. [default: 0]")
 ]
-EngineName = Annotated[str | None, typer.Option("--engine", help="Who does the local work. [default: reference]")]
+EngineName = Annotated[
+    str | None,
+    typer.Option(
+        "--engine", help="Who does the local work: reference, fast, ray or module. [default: fast where installed]"
+    ),
+]
+Model = Annotated[
+    str | None, typer.Option(help="softmax, logistic, cnn or resnet18 (engine module). [default: softmax]")
+]
+Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda (engine module). [default: auto]")]
+Momentum = Annotated[float | None, typer.Option(help="Of local SGD (engine module). [default: 0]")]
+Decay = Annotated[float | None, typer.Option("--weight-decay", help="Of local SGD (engine module). [default: 0]")]
+Clip = Annotated[float | None, typer.Option(help="Largest norm of a gradient (engine module); 0: any. [default: 0]")]
 Out = Annotated[Path, typer.Option(help="Directory for records and the TOML that repeats the run.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The result as JSON on standard output.")]
@@ -113,6 +125,11 @@ def run(
     data_seed: DataSeed = None,
     eval_every: Every = None,
     engine: EngineName = None,
+    model: Model = None,
+    momentum: Momentum = None,
+    weight_decay: Decay = None,
+    clip: Clip = None,
+    device: Device = None,
     out_dir: Annotated[
         Path, typer.Option("--out", help="Directory for records and the TOML that repeats the run.")
     ] = Path("runs"),
@@ -161,6 +178,11 @@ def compare(
     data_seed: DataSeed = None,
     eval_every: Every = None,
     engine: EngineName = None,
+    model: Model = None,
+    momentum: Momentum = None,
+    weight_decay: Decay = None,
+    clip: Clip = None,
+    device: Device = None,
     out_dir: Annotated[
         Path, typer.Option("--out", help="Directory for records and the TOML files that repeat the runs.")
     ] = Path("runs"),
@@ -212,6 +234,39 @@ def algorithms(as_json: AsJson = False) -> None:
         typer.echo(json.dumps([dict(zip(("name", "local", "rule", "needs"), row, strict=True)) for row in rows]))
     else:
         out.print(listing(("algorithm", "devices run", "rule", "needs beyond updates"), rows))
+
+
+@app.command()
+def reproduce(
+    experiment: Annotated[
+        str, typer.Argument(help="variants, weights, comparison, rounds, or all; claims judges them.")
+    ],
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few rounds of the first picture: under a minute each.")
+    ] = False,
+    out_dir: Annotated[Path, typer.Option("--out", help="Directory for records and figures.")] = Path("runs/paper"),
+    docs: Annotated[Path, typer.Option(help="Where claims writes reproduction.md and its figures.")] = Path("docs"),
+    jobs: Jobs = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Repeat the paper's experiments: records, figures (PNG and PDF), and with `claims` what became of its claims."""
+    from fedcontext.paper import document, figures
+    from fedcontext.paper.experiments import STUDIES, study_named
+    from fedcontext.paper.reproduce import carry_out, draw, missing_runs, open_book
+
+    figures.check(Path("figure.png"))
+    if experiment == "claims":
+        out.print(f"written: {document.write(out_dir, docs, quick)}", soft_wrap=True, highlight=False)
+        return
+    studies = list(STUDIES.values()) if experiment == "all" else [study_named(experiment)]
+    for study in studies:
+        lines = study.quick_lines() if quick else study.lines
+        todo = missing_runs(lines, out_dir, quick)
+        total = sum(run.rounds for run in todo)
+        with _interruptible(out_dir), progress(study.name, total, quiet) as on_round:
+            carry_out(todo, out_dir, jobs or os.cpu_count() or 1, on_round)
+        for path in draw(study, open_book(lines, out_dir, quick), out_dir / "figures"):
+            out.print(f"{study.name}: {path}", soft_wrap=True, highlight=False)
 
 
 @data_app.command("list")

@@ -7,6 +7,7 @@ import hashlib
 import re
 import tomllib
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,7 +46,12 @@ class Experiment:
     deadline: float = 0.0  # seconds; 0: wait for everyone
     over_select: float = 0.0
     eval_every: int = 1
-    engine: str = "reference"
+    engine: str = "auto"  # fast where its extra is installed, else reference; module for other models
+    model: str = "softmax"  # logistic (the same), cnn or resnet18: for the module engine
+    momentum: float = 0.0  # this and the next two: for the module engine
+    weight_decay: float = 0.0
+    clip: float = 0.0  # the largest norm of a batch's gradient; 0: any
+    device: str = "auto"  # where that engine computes: cpu, cuda; auto is a GPU where there is one
 
     def __post_init__(self) -> None:
         kind = self.dataset.split("-")[0].split(":")[0]
@@ -66,6 +72,10 @@ class Experiment:
         object.__setattr__(self, "epochs", tuple(self.epochs))
         object.__setattr__(self, "rounds", self.rounds or ROUNDS.get(kind, 100))
         object.__setattr__(self, "learning_rate", self.learning_rate or LEARNING_RATES.get(kind, 0.01))
+        if self.engine == "auto":
+            deep = self.model not in ("softmax", "logistic") or self.device not in ("auto", "cpu")
+            plain = "fast" if find_spec("numba") else "reference"
+            object.__setattr__(self, "engine", "module" if deep else plain)
         positive("learning_rate", self.learning_rate)
         if not 0 <= self.deadline < float("inf"):
             raise FedcontextError(f"deadline must be 0 (none) or positive, got {self.deadline}")
@@ -73,7 +83,8 @@ class Experiment:
     @property
     def name(self) -> str:
         """Return what files of this run are called: other settings, another name."""
-        digest = hashlib.sha256(to_toml(self).encode()).hexdigest()[:8]
+        chosen = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
+        digest = hashlib.sha256(repr(chosen).encode()).hexdigest()[:8]
         return f"{re.sub('[^A-Za-z0-9.]+', '-', self.dataset)}-{self.algorithm}-seed{self.seed}-{digest}"
 
 

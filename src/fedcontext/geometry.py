@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from fedcontext.arrays import FloatArray, Leaves, blocks, framework, size_of
+from fedcontext.arrays import SCRATCH, FloatArray, Leaves, framework
 from fedcontext.errors import FedcontextError
 
 
@@ -39,6 +39,12 @@ class Geometry:
             raise FedcontextError("this geometry has no gradient: measure it with gradients")
         return shares(self.probe_weights, len(self.slopes)) @ self.slopes
 
+    @property
+    def finite(self) -> bool:
+        """Whether every inner product is finite, and with them every entry that was measured."""
+        parts = (self.gram, self.slopes, self.alignments)
+        return all(part is None or bool(np.isfinite(part).all()) for part in parts)
+
     @cached_property
     def condition(self) -> float:
         """Condition of the Gram matrix of the normalised, non-zero updates: 1 is orthogonal, 1e16 singular."""
@@ -62,48 +68,45 @@ class Report:
     pool: Sequence[Leaves] = ()  # updates of devices outside the cohort: they inform, they are not applied
 
 
-def measure(report: Report, layers: Iterable[str] | None = None, vectors: bool = False) -> Geometry:
+def measure(
+    report: Report, layers: Iterable[str] | None = None, needs: Iterable[str] = (), scratch: int = SCRATCH
+) -> Geometry:
     """Return the geometry of what the devices sent, in one pass over the blocks of the chosen ``layers``.
 
-    Where there are no probes the cohort's own gradients stand in for them (K2 = 0). Structures and shapes must
-    agree: `fedcontext.aggregate` checks that.
+    Where there are no probes the cohort's own gradients stand in for them (K2 = 0). What only some rules look at is
+    measured if they say that they need it. Structures and shapes must agree: `fedcontext.aggregate` checks that.
 
     >>> move, pull = {"w": np.array([3.0, 4.0])}, {"w": np.array([1.0, 0.0])}
     >>> geometry = measure(Report(updates=[move], samples=np.ones(1), gradients=[pull]))
     >>> float(geometry.gram[0, 0]), float(geometry.slope[0])
     (25.0, 3.0)
     """
-    updates, own_gradients = [*report.updates, *report.pool], report.own_gradients
-    probes = report.gradients or own_gradients
-    gram, slopes = np.zeros((len(updates), len(updates))), np.zeros((len(probes), len(updates)))
-    alignments = np.zeros(len(own_gradients))
+    updates, probes = [*report.updates, *report.pool], report.gradients or report.own_gradients
+    count, names = len(updates), list(updates[0] if layers is None else layers)
     weights = shares(report.probe_weights, len(probes)) if probes else np.zeros(0)
-    parts: list[tuple[FloatArray, FloatArray]] = []
-    for name in updates[0] if layers is None else layers:
-        ways, size = framework(updates[0][name]), size_of(updates[0][name])
-        for start, stop in blocks(size, len(updates) + len(probes) + len(own_gradients)):
-            moves = ways.load([update[name] for update in updates], start, stop)
-            gram += ways.number(moves @ moves.T)
-            if not probes:
-                continue
-            pulls = ways.load([probe[name] for probe in probes], start, stop)
-            slopes += ways.number(pulls @ moves.T)
-            if own_gradients or vectors:
-                pull = weights @ ways.number(pulls)
-            if own_gradients:
-                own = ways.load([own[name] for own in own_gradients], start, stop) if report.gradients else pulls
-                alignments += ways.number(own) @ pull
-            if vectors:
-                parts.append((ways.number(moves), pull))
+    both, alignments = np.zeros((count, count + len(probes))), np.zeros(len(report.own_gradients))
+    for name in names:
+        ways = framework(updates[0][name])
+        pulls = [probe[name] for probe in probes]
+        both += ways.products([update[name] for update in updates], pulls, scratch)
+        if "own gradients" in needs:
+            own = [own[name] for own in report.own_gradients]
+            alignments += ways.products(own, pulls, scratch)[:, len(own) :] @ weights
+    vectors = "vectors" in needs
     return Geometry(
-        gram=gram,
+        gram=both[:, :count],
         samples=report.samples,
-        slopes=slopes if probes else None,
+        slopes=both[:, count:].T if probes else None,
         probe_weights=report.probe_weights,
-        alignments=alignments if own_gradients else None,
-        updates=np.hstack([moves for moves, _ in parts]) if parts else None,
-        gradient=np.hstack([pull for _, pull in parts]) if parts else None,
+        alignments=alignments if "own gradients" in needs else None,
+        updates=_vectors(updates, names) if vectors else None,
+        gradient=weights @ _vectors(probes, names) if vectors else None,
     )
+
+
+def _vectors(structures: Sequence[Leaves], names: Sequence[str]) -> FloatArray:
+    parts = [framework(structures[0][name]).vectors([each[name] for each in structures]) for name in names]
+    return np.hstack(parts)
 
 
 def shares(weights: FloatArray | None, count: int) -> FloatArray:

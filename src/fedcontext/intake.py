@@ -28,7 +28,8 @@ def take(
 ) -> Report:
     """Return the round's `Report`, each structure checked against the leaves ``base`` of the params.
 
-    Updates must have all leaves of ``base``; gradients at least the ``needed`` ones.
+    Updates must have all leaves of ``base``; gradients at least the ``needed`` ones, those that will be measured.
+    Measuring shows whether these are finite, so only the others are searched here for entries that are not.
 
     >>> take({"w": np.zeros(2)}, [{"w": np.zeros(3)}], needed={"w"})
     Traceback (most recent call last):
@@ -47,16 +48,42 @@ def take(
     if owns and len(owns) != len(moves):
         raise FedcontextError(f"own_gradients must be one for each of {len(moves)} updates, got {len(owns)}")
     for name, leaf in base.items():
-        _check_finite("params", name, leaf)
+        if kind_of(leaf) == "other":
+            raise FedcontextError(f"params: {leaf_name(name)} must be real floating point or integer, got {leaf.dtype}")
     counts = _numbers("samples", samples, len(moves))
     return Report(
-        updates=[_checked(owner, move, base, set(base)) for owner, move in moves.items()],
+        updates=[_checked(owner, move, base, set(base), needed) for owner, move in moves.items()],
         samples=np.ones(len(moves)) if counts is None else counts,
-        gradients=[_checked(owner, pull, base, needed) for owner, pull in pulls.items()],
-        own_gradients=[_checked(owner, pull, base, needed) for owner, pull in owns.items()],
+        gradients=[_checked(owner, pull, base, needed, needed) for owner, pull in pulls.items()],
+        own_gradients=[_checked(owner, pull, base, needed, needed) for owner, pull in owns.items()],
         probe_weights=_numbers("probe_weights", probe_weights, len(pulls or owns)),
-        pool=[_checked(owner, move, base, set(base)) for owner, move in _each("pool device", pool).items()],
+        pool=[_checked(owner, move, base, needed, needed) for owner, move in _each("pool device", pool).items()],
     )
+
+
+def blame(measured: set[str], **given: Structures | None) -> None:
+    """Refuse the first structure with an entry that is not finite, by its name; called when a sum was not.
+
+    >>> blame({"w"}, device=[{"w": np.zeros(2)}, {"w": np.array([1.0, np.inf])}])
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: device 1: leaf 'w' has NaN or infinite entries
+    """
+    for kind, structures in given.items():
+        for owner, structure in _each(kind.replace("_", " "), structures).items():
+            for name, leaf in leaves(structure).items():
+                if name in measured:
+                    _check_finite(owner, name, leaf)
+    raise FedcontextError("the updates are too large: their squares overflow float64")
+
+
+def take_targets(base: Leaves, out: Structure) -> Leaves:
+    """Return the arrays to write the new params into, checked against the params.
+
+    >>> take_targets({"w": np.zeros(2)}, {"w": np.zeros(2)})
+    {'w': array([0., 0.])}
+    """
+    return _checked("out", out, base, set(base), set(base))
 
 
 def choose(what: str, chosen: Iterable[str | int], base: Leaves) -> set[str]:
@@ -81,13 +108,13 @@ def _each(kind: str, given: Structures | None) -> dict[str, Structure]:
     if given is None:
         return {}
     if isinstance(given, Mapping):
-        return {f"{kind} {key}": value for key, value in given.items()}
+        return {f"{kind} {key}".strip(): value for key, value in given.items()}
     if not isinstance(given, list | tuple) and not hasattr(given, "__len__"):
         raise FedcontextError(f"updates and gradients must be sequences or mappings, got {type(given).__name__}")
     return {f"{kind} {index}": value for index, value in enumerate(given)}
 
 
-def _checked(owner: str, structure: Structure, base: Leaves, needed: set[str]) -> Leaves:
+def _checked(owner: str, structure: Structure, base: Leaves, needed: set[str], measured: set[str]) -> Leaves:
     try:
         found = leaves(structure)
     except FedcontextError as error:
@@ -100,7 +127,8 @@ def _checked(owner: str, structure: Structure, base: Leaves, needed: set[str]) -
         raise FedcontextError(f"{owner}: the structure differs from params: it {' and '.join(said)}")
     for name, leaf in found.items():
         _check_like(owner, name, leaf, base[name])
-        _check_finite(owner, name, leaf)
+        if name not in measured:
+            _check_finite(owner, name, leaf)
     return found
 
 
@@ -119,10 +147,7 @@ def _check_like(owner: str, name: str, leaf: Array, base: Array) -> None:
 
 
 def _check_finite(owner: str, name: str, leaf: Array) -> None:
-    kind = kind_of(leaf)
-    if kind == "other":
-        raise FedcontextError(f"{owner}: {leaf_name(name)} must be real floating point or integer, got {leaf.dtype}")
-    if kind == "floating" and not all_finite(leaf):
+    if kind_of(leaf) == "floating" and not all_finite(leaf):
         raise FedcontextError(f"{owner}: {leaf_name(name)} has NaN or infinite entries")
 
 

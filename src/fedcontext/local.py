@@ -9,25 +9,47 @@ from fedcontext.errors import FedcontextError, positive
 
 @dataclass(frozen=True)
 class Local:
-    """Local SGD on F_k(w) + (μ/2)‖w - wᵗ‖², FedProx's convention (the paper prints μ without the half)."""
+    """Local SGD on F_k(w) + (μ/2)‖w - wᵗ‖², FedProx's convention (the paper prints μ without the half).
+
+    The last three are for the module engine. One step: the batch's gradient is scaled to a norm of at most ``clip``,
+    then g = gradient + weight_decay w + μ (w - wᵗ), v = momentum v + g (v = g at first) and w = w - learning_rate v.
+    """
 
     learning_rate: float
     batch_size: int
     mu: float = 0.0
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip: float = 0.0  # 0: gradients are not clipped
 
     def __post_init__(self) -> None:
         positive("learning rate", self.learning_rate)
         if self.batch_size < 1:
             raise FedcontextError(f"batch size must be at least 1, got {self.batch_size}")
-        if not 0 <= self.mu < float("inf"):
-            raise FedcontextError(f"mu must be 0 or more, got {self.mu}")
+        for name in ("mu", "weight_decay", "clip"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise FedcontextError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if not 0 <= self.momentum < 1:
+            raise FedcontextError(f"momentum must be from 0 to below 1, got {self.momentum}")
+
+    def check_plain(self, engine: str) -> None:
+        """Refuse what only the module engine does, in the name of an ``engine`` that would pass it over.
+
+        >>> Local(0.1, 10, momentum=0.9).check_plain("reference")
+        Traceback (most recent call last):
+        ...
+        fedcontext.errors.FedcontextError: engine reference knows no momentum, got 0.9: use engine module
+        """
+        for name in ("momentum", "weight_decay", "clip"):
+            if getattr(self, name):
+                raise FedcontextError(f"engine {engine} knows no {name}, got {getattr(self, name)}: use engine module")
 
 
 def sgd(learning_rate: float, batch_size: int = 10) -> Local:
     """Return plain mini-batch SGD.
 
-    >>> sgd(0.03)
-    Local(learning_rate=0.03, batch_size=10, mu=0.0)
+    >>> sgd(0.03).mu
+    0.0
     """
     return Local(learning_rate, batch_size)
 

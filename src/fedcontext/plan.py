@@ -30,6 +30,7 @@ class Stream(IntEnum):
     POOL = 4
     FLEET = 5
     DATA = 6
+    DROPOUT = 7
 
 
 def generator(seed: int, number: int, stream: Stream, device: int = 0) -> np.random.Generator:
@@ -99,11 +100,19 @@ def batches(seed: int, number: int, device: int, samples: int, epochs: int, size
     >>> [len(batch) for batch in batches(0, 1, device=4, samples=25, epochs=2, size=10)]
     [10, 10, 5, 10, 10, 5]
     """
-    random = generator(seed, number, Stream.BATCHES, device)
-    for _ in range(epochs):
-        order = random.permutation(samples)
+    for order in orders(seed, number, device, samples, epochs):
         for start in range(0, samples, size):
             yield order[start : start + size]
+
+
+def orders(seed: int, number: int, device: int, samples: int, epochs: int) -> IntArray:
+    """Return (epochs, samples), the order in which each epoch of a device visits its samples.
+
+    >>> orders(0, 1, device=4, samples=3, epochs=2).shape
+    (2, 3)
+    """
+    random = generator(seed, number, Stream.BATCHES, device)
+    return np.stack([random.permutation(samples) for _ in range(epochs)])
 
 
 def _epochs(seed: int, number: int, devices: IntArray, bounds: tuple[int, int]) -> IntArray:

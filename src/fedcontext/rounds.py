@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fedcontext.aggregate import Aggregation, aggregate
 from fedcontext.algorithms import Algorithm, Knobs, algorithm_named
@@ -20,7 +22,7 @@ from fedcontext.geometry import shares
 from fedcontext.plan import IntArray, RoundPlan, plan_round
 from fedcontext.records import RoundRecord
 from fedcontext.rules import State as RuleState
-from fedcontext.smoothness import curvature, smoothness_of
+from fedcontext.smoothness import as_vector, curvature, smoothness_of
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Simulation:
 
     def step(self, state: State) -> tuple[State, RoundRecord]:
         """Return the state after one more round, and the record of it."""
-        plan = self._plan(state.number + 1)
+        plan = self.plan(state.number + 1)
         own = "own gradients" in self.algorithm.rule.needs or self._cohort_probes
         sizes = self.data.train.sizes
         got = answers(
@@ -80,7 +82,8 @@ class Simulation:
     def _cohort_probes(self) -> bool:
         return "gradient" in self.algorithm.rule.needs and self.experiment.k2 == 0
 
-    def _plan(self, number: int) -> RoundPlan:
+    def plan(self, number: int) -> RoundPlan:
+        """Return what round ``number`` asks of the devices."""
         experiment, needs = self.experiment, self.algorithm.rule.needs
         everyone = self.data.population
         outside = everyone - min(experiment.devices_per_round, everyone)
@@ -115,6 +118,7 @@ class Simulation:
             samples=self.data.train.sizes[devices],
             pool=dict(zip(pool.tolist(), updates[len(devices) :], strict=True)),
             state=state.rule,
+            buffers=getattr(self.engine, "buffers", ()),
         )
 
     def _probe_weights(self, devices: IntArray) -> FloatArray:
@@ -150,25 +154,33 @@ class Simulation:
         )
 
 
-def prepare(experiment: Experiment, data: FederatedData | None = None) -> Simulation:
-    """Return ``experiment`` ready to run, on its data set or on the ``data`` given."""
-    data = data or load(experiment.dataset, experiment.data_seed)
-    engine = engine_named(experiment.engine, data)
+def prepare(experiment: Experiment, data: FederatedData | None = None, engine: Engine | None = None) -> Simulation:
+    """Return ``experiment`` ready to run, on its data set or on the ``data`` given, with its engine or the one given."""
+    data, given = data or load(experiment.dataset, experiment.data_seed), engine
+    start = experiment.seed if experiment.engine == "module" else 0  # of random weights
+    named = (experiment.engine, experiment.model, experiment.device, start)
+    engine = given or engine_named(named[0], data, *named[1:])
 
     def measured() -> float:
-        everyone = np.arange(data.population)
-        weights = shares(data.train.sizes.astype(np.float64), data.population)
-        return curvature(lambda params: engine.gradient(params, everyone, weights), engine.start())
+        return measured_smoothness(data, *named) if given is None else _measured(given, data)
 
+    beta = smoothness_of(experiment.smoothness, experiment.learning_rate, measured)
     knobs = Knobs(
         learning_rate=experiment.learning_rate,
-        smoothness=smoothness_of(experiment.smoothness, experiment.learning_rate, measured),
+        smoothness=beta,
         batch_size=experiment.batch_size,
         mu=experiment.mu,
         averaging=experiment.averaging,
     )
     fleet = make_fleet(profile_named(experiment.fleet), data.population, experiment.seed)
-    return Simulation(experiment, data, engine, algorithm_named(experiment.algorithm, knobs), fleet)
+    algorithm = algorithm_named(experiment.algorithm, knobs)
+    more = {name: getattr(experiment, name) for name in ("momentum", "weight_decay", "clip")}
+    algorithm = replace(algorithm, local=replace(algorithm.local, **more))
+    if given is None and experiment.engine != "module":
+        algorithm.local.check_plain(experiment.engine)
+    simulation = Simulation(experiment, data, engine, algorithm, fleet)
+    simulation.plan(1)  # what cannot be planned is refused here, before anything is written
+    return simulation
 
 
 def rounds(
@@ -185,6 +197,29 @@ def rounds(
         raise FedcontextError("give an Experiment or settings, not both")
     simulation = prepare(experiment or Experiment(**settings), data)
     return (record for _, record in simulation.play())
+
+
+@lru_cache(maxsize=4)
+def measured_smoothness(
+    data: FederatedData, engine: str = "reference", model: str = "softmax", device: str = "auto", seed: int = 0
+) -> float:
+    """Return the largest curvature of the loss over all devices, at the start and one gradient step on.
+
+    The first step away from zero params is where softmax regression bends most. It takes everyone's gradient some
+    forty times: a figure for studies, where a federation would tune β or estimate it from probes.
+    """
+    return _measured(engine_named(engine, data, model, device, seed), data)
+
+
+def _measured(engine: Engine, data: FederatedData) -> float:
+    everyone, weights = np.arange(data.population), shares(data.train.sizes.astype(np.float64), data.population)
+    start, params_at = as_vector(engine.start(), getattr(engine, "buffers", ()))
+
+    def slope(vector: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return as_vector(engine.gradient(params_at(vector), everyone, weights))[0]
+
+    beta = curvature(slope, start)
+    return max(beta, curvature(slope, start - slope(start) / beta))
 
 
 def curvature_along(result: Aggregation, change: float) -> float | None:

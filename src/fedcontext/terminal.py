@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
@@ -19,7 +20,9 @@ from fedcontext.summary import LEVELS, Summary, median_rounds
 
 Summaries: TypeAlias = Mapping[str, Sequence[Summary]]  # by label, one for each seed
 
-out = Console()
+WIDTH = 110  # of what is written to a file or a pipe, which have none of their own
+
+out = Console(width=None if sys.stdout.isatty() else WIDTH)
 err = Console(stderr=True)
 
 
@@ -48,18 +51,20 @@ def progress(what: str, total: int, quiet: bool) -> Iterator[OnRound]:
 def comparison(title: str, summaries: Summaries) -> Table:
     """Return the table that compares algorithms: mean ± standard deviation over seeds, rounds as medians."""
     levels = "/".join(f"{level * 100:.0f}" for level in LEVELS)
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0)
+    )
     table.add_column("algorithm", no_wrap=True)
     for heading in (
         "final\nloss",
         "final\naccuracy",
-        f"rounds to\n{levels} %",
+        f"rounds to\n{levels}%",
         "swing",
         "loss\nrose",
         "sim.\ns",
         "MB\nup",
     ):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", no_wrap=True, overflow="fold")
     for label, runs in summaries.items():
         rounds = [median_rounds([run.rounds_to[level] for run in runs]) for level in LEVELS]
         table.add_row(

@@ -128,7 +128,8 @@ def test_flowers_simulation_gives_the_simulators_model_to_the_bit_every_time(tmp
             finish(ray, ray.start("run", "flwr", "run", str(APP), "local", "--stream", "-c", f"{config} {file}", *size))
     finally:
         ray.stop_all()
-    simulator = fc.prepare(fc.Experiment(rounds=2, seed=7, epochs=(1, 2), learning_rate=0.05, k2=0))
+    settings = {"rounds": 2, "seed": 7, "epochs": (1, 2), "learning_rate": 0.05, "k2": 0, "engine": "reference"}
+    simulator = fc.prepare(fc.Experiment(**settings))
     expected = [state.params for state, _ in simulator.play()][-1]
     assert model(tmp_path / "first").tobytes() == model(tmp_path / "second").tobytes()
     np.testing.assert_allclose(model(tmp_path / "first"), expected, rtol=2e-4, atol=2e-6)

@@ -11,10 +11,11 @@ from flwr.app import ConfigRecord
 from flwr.serverapp.strategy import FedAvg
 
 import fedcontext as fc
+from fedcontext.arrays import SCRATCH
 from fedcontext.flower import ContextualStrategy, numpy_client
 from fedcontext.flower.wire import record_of
 
-SIZE, DEVICES = 500_000, 24
+SIZE, DEVICES = 1_000_000, 60
 START = {name: np.zeros(SIZE // 4, np.float32) for name in "abcd"}
 
 
@@ -28,8 +29,7 @@ def train(params, config, context):
 
 
 @pytest.mark.parametrize("stock", [False, True], ids=["updates", "weights of stock clients"])
-def test_extra_memory_is_bounded_by_the_model_and_the_blocks(stock: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedcontext.arrays.BLOCK_BYTES", 2**20)
+def test_extra_memory_is_bounded_by_the_model_and_the_blocks(stock: bool) -> None:
     app = numpy_client(train, gradient)
     strategy = ContextualStrategy(FedAvg(fraction_evaluate=0.0), fc.mean() if stock else fc.contextual(1))
     grid = MemoryGrid(app.app if stock else app, range(DEVICES))
@@ -45,4 +45,4 @@ def test_extra_memory_is_bounded_by_the_model_and_the_blocks(stock: bool, monkey
         tracemalloc.stop()
     assert arrays is not None
     model, everyone = 4 * SIZE, 4 * SIZE * DEVICES
-    assert peak < 6 * model + 8 * 2**20 < everyone / 2
+    assert peak < 5 * model + 4 * SCRATCH < everyone / 2

@@ -41,9 +41,8 @@ def federation(shuffle: int = 0, algorithm: str = "fedavg-contextual", rounds: i
 
 
 def simulation(algorithm: str, k2: int | str) -> np.ndarray:
-    experiment = fc.Experiment(
-        algorithm=algorithm, rounds=3, seed=3, epochs=(1, 3), learning_rate=0.05, k2=k2, devices_per_round=10
-    )
+    settings = {"rounds": 3, "seed": 3, "epochs": (1, 3), "learning_rate": 0.05, "engine": "reference"}
+    experiment = fc.Experiment(algorithm=algorithm, k2=k2, devices_per_round=10, **settings)
     return [state for state, _ in fc.prepare(experiment).play()][-1].params
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from fedcontext.arrays import FloatArray, Structure
 from fedcontext.cohorts.softmax import SoftmaxReference
 from fedcontext.datasets.federated import FederatedData
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import FedcontextError, require
 from fedcontext.local import Local
 from fedcontext.plan import IntArray
 
@@ -49,11 +49,58 @@ class Engine(Protocol):
         ...
 
 
-ENGINES: dict[str, Callable[[FederatedData], Engine]] = {"reference": SoftmaxReference}
+def _fast(data: FederatedData) -> Engine:
+    require("numba", extra="fast")
+    from fedcontext.cohorts.fast import SoftmaxFast
+
+    return SoftmaxFast(data)
 
 
-def engine_named(name: str, data: FederatedData) -> Engine:
-    """Return an engine of the table, ready to work on ``data``."""
+def _module(data: FederatedData, model: str = "softmax", device: str = "auto", seed: int = 0) -> Engine:
+    require("torch", extra="torch")
+    from fedcontext.cohorts.module import module_engine
+
+    return module_engine(data, model, device, seed)
+
+
+ENGINES: dict[str, Callable[[FederatedData], Engine]] = {
+    "reference": SoftmaxReference,
+    "fast": _fast,
+    "module": _module,
+}
+
+
+def engine_named(name: str, data: FederatedData, model: str = "softmax", device: str = "auto", seed: int = 0) -> Engine:
+    """Return an engine of the table, ready to work on ``data``; only "module" knows other models and devices.
+
+    >>> from fedcontext.datasets import load
+    >>> engine_named("reference", load("synthetic-iid")).start().shape
+    (61, 10)
+    """
     if name not in ENGINES:
         raise FedcontextError(f"engine must be one of {', '.join(ENGINES)}, got {name!r}")
+    _check(data)
+    if name == "module":
+        return _module(data, model, device, seed)
+    for what, asked, only in (("model", model, ("softmax", "logistic")), ("device", device, ("auto", "cpu"))):
+        if asked not in only:
+            raise FedcontextError(f"{what} {asked} needs engine module, got {name!r}")
     return ENGINES[name](data)
+
+
+def _check(data: FederatedData) -> None:
+    if (data.train.sizes < 1).any():
+        raise FedcontextError(f"device {int(data.train.sizes.argmin())} has no training samples")
+    if len(data.test.sizes) != len(data.judged.sizes):
+        raise FedcontextError(
+            f"train and test must have the same devices, got {len(data.judged.sizes)} and {len(data.test.sizes)}"
+        )
+    for side, split in (("train", data.judged), ("test", data.test)):
+        if split.features.shape != (len(split.labels), data.dimension):
+            raise FedcontextError(
+                f"{side} features must be ({len(split.labels)}, {data.dimension}), got {split.features.shape}"
+            )
+        if len(split.labels) and not 0 <= split.labels.min() <= split.labels.max() < data.classes:
+            raise FedcontextError(
+                f"{side} labels must be from 0 to {data.classes - 1}, got {split.labels.min()} to {split.labels.max()}"
+            )

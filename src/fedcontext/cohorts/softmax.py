@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedcontext.arrays import FloatArray
-from fedcontext.datasets.federated import Features, FederatedData, Split
+from fedcontext.datasets.federated import Features, FederatedData, Samples, Split, is_everyone, judged
 from fedcontext.plan import IntArray, batches
 
 if TYPE_CHECKING:
@@ -69,7 +69,10 @@ class SoftmaxReference:
 
     def __init__(self, data: FederatedData, dtype: npt.DTypeLike = np.float32) -> None:
         self.data, self.dtype = data, np.dtype(dtype)
-        self.train_split, self.test_split = (_cast(split, self.dtype) for split in (data.train, data.test))
+        self.train_split, self.test_split = data.train.each(self._cast), data.test.each(self._cast)
+
+    def _cast(self, samples: Samples) -> Samples:
+        return samples[0].astype(self.dtype, copy=False), samples[1]
 
     def start(self) -> Matrix:
         """Return zeros: every class equally likely."""
@@ -77,12 +80,12 @@ class SoftmaxReference:
 
     def train(self, params: Matrix, work: Work) -> list[Matrix]:
         """Return each device's update: mini-batch SGD on F_k(w) + (μ/2)‖w - wᵗ‖² from ``params``."""
+        work.local.check_plain("reference")
         pairs = zip(work.devices.tolist(), work.epochs.tolist(), strict=True)
         return [self._train_device(params, device, epochs, work) for device, epochs in pairs]
 
     def _train_device(self, params: Matrix, device: int, epochs: int, work: Work) -> Matrix:
-        rows, local = self.train_split.rows(device), work.local
-        features, labels = self.train_split.features[rows], self.train_split.labels[rows]
+        (features, labels), local = self.train_split.device(device), work.local
         own = params.copy()
         for batch in batches(work.seed, work.number, device, len(labels), epochs, local.batch_size):
             slope = gradient(own, features[batch], labels[batch])
@@ -94,16 +97,16 @@ class SoftmaxReference:
 
     def gradients(self, params: Matrix, devices: IntArray) -> list[Matrix]:
         """Return ∇F_k(params) of each device."""
-        slices = [self.train_split.rows(int(device)) for device in devices]
-        return [gradient(params, self.train_split.features[rows], self.train_split.labels[rows]) for rows in slices]
+        return [gradient(params, *self.train_split.device(int(device))) for device in devices]
 
     def gradient(self, params: Matrix, devices: IntArray, weights: FloatArray) -> Matrix:
         """Return Σ weights ∇F_k(params): one pass over the data where everyone is asked, device by device else."""
         total = np.zeros(params.shape)
-        if np.array_equal(devices, np.arange(self.data.population)):
-            each = np.repeat(weights / self.train_split.sizes, self.train_split.sizes).astype(self.dtype)
-            for rows in _blocks(self.train_split):
-                total += gradient(params, self.train_split.features[rows], self.train_split.labels[rows], each[rows])
+        if is_everyone(self.train_split, devices):
+            train = judged(self.train_split)
+            each = np.repeat(weights / train.sizes, train.sizes).astype(self.dtype)
+            for rows in _blocks(train):
+                total += gradient(params, train.features[rows], train.labels[rows], each[rows])
         else:
             for weight, own in zip(weights, self.gradients(params, devices), strict=True):
                 total += weight * own
@@ -111,7 +114,7 @@ class SoftmaxReference:
 
     def evaluate(self, params: Matrix) -> tuple[float, float]:
         """Return the mean loss over all training samples and the share of all test samples classified right."""
-        train, test = self.train_split, self.test_split
+        train, test = judged(self.train_split), self.test_split
         loss = sum(float(losses(params, train.features[b], train.labels[b]).sum(dtype=float)) for b in _blocks(train))
         right = sum(int((_guess(params, test.features[b]) == test.labels[b]).sum()) for b in _blocks(test))
         return loss / len(train.labels), right / max(1, len(test.labels))
@@ -125,7 +128,3 @@ def _guess(params: Matrix, features: Features) -> IntArray:
 def _blocks(split: Split) -> Iterator[slice]:
     for start in range(0, len(split.labels), ROWS):
         yield slice(start, start + ROWS)
-
-
-def _cast(split: Split, dtype: np.dtype[Any]) -> Split:
-    return Split(split.features.astype(dtype, copy=False), split.labels, split.offsets)

@@ -14,7 +14,8 @@ from fedcontext.errors import FedcontextError
 
 NAMES = {
     "synthetic-iid": "generated: 30 devices, one model for all",
-    "synthetic-1-1": "generated: 30 devices that differ in model and features; any synthetic-A-B works",
+    "synthetic-1-1": "generated: 30 devices that differ in model and features; any synthetic-A-B works, and "
+    "synthetic-A-B-N has N devices, made on demand",
     "mnist": "1,000 devices with 2 digits each, sizes by a power law (FedProx)",
     "femnist": "one device a writer, 62 classes (LEAF)",
     "leaf:PATH": "any folder with LEAF's train/*.json and test/*.json",
@@ -46,8 +47,9 @@ def load(name: str, seed: int = 0) -> FederatedData:
     """
     if name == "synthetic-iid":
         return synthetic(0, 0, iid=True, seed=seed)
-    if numbers := re.fullmatch(r"synthetic-(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)", name):
-        return synthetic(float(numbers[1]), float(numbers[2]), seed=seed)
+    if numbers := re.fullmatch(r"synthetic-(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)(?:-(\d+))?", name):
+        count, on_demand = int(numbers[3] or 30), numbers[3] is not None
+        return synthetic(float(numbers[1]), float(numbers[2]), devices=count, seed=seed, on_demand=on_demand)
     if name == "mnist":
         return mnist(seed)
     if name == "femnist":

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedcontext.aggregate import Aggregation, aggregate
+from fedcontext.arrays import all_finite, leaf_name
 from fedcontext.errors import FedcontextError
 from fedcontext.flower.exchange import Answer
 from fedcontext.flower.wire import Arrays, shown
@@ -34,10 +35,7 @@ def combine(
     averaged = choose("buffers", buffers, params) | _without_gradient(params, answers)
 
     def attempt(usable: Sequence[Answer]) -> Aggregation:
-        result = _aggregate(params, usable, rule, state, min_replies, by_samples, layers, sorted(averaged))
-        if not np.isfinite(result.geometry.gram).all():
-            raise FedcontextError("an update is too long to be measured")
-        return result
+        return _aggregate(params, usable, rule, state, min_replies, by_samples, layers, sorted(averaged))
 
     try:
         return attempt(answers)
@@ -103,5 +101,9 @@ def _complaint(params: Arrays, answer: Answer, averaged: set[str], layers: Seque
     except FedcontextError as error:
         said = str(error).replace("own gradient of device 0: ", "gradient: ").replace("device 0: ", "update: ")
         return shown(said)
+    for what, arrays in (("update", answer.update), ("gradient", answer.gradient)):
+        for name in sorted(needed):
+            if arrays is not None and not all_finite(arrays[name]):
+                return f"{what}: {leaf_name(name)} has NaN or infinite entries"
     length = measure(Report([answer.update], np.ones(1)), sorted(needed)).gram if answer.update is not None else 0
     return "" if np.isfinite(length).all() else "update: it is too long to be measured"

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from fedcontext.errors import FedcontextError, require
+from fedcontext.paper.experiments import Line, Study
 from fedcontext.records import RoundRecord
+from fedcontext.summary import LEVELS, Summary, summarise
+
+Book: TypeAlias = Mapping[Line, Sequence[Sequence[RoundRecord]]]  # for each line, the records of each seed
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; marks and dashes repeat the distinction.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#999999", "#F0E442")
@@ -67,3 +72,90 @@ def save(figure: Any, path: Path) -> None:
     scratch = path.with_name(f".{path.name}.part")
     figure.savefig(scratch, format=path.suffix[1:], dpi=150)
     scratch.replace(path)
+
+
+def draw_sheet(study: Study, sheet: str, book: Book, folder: Path) -> Path:
+    """Draw one picture of a study as PNG and PDF, and return the path of the PNG."""
+    lines = [line for line in study.lines if line.sheet == sheet and line in book]
+    figure = {"curves": _curves, "weights": _weights, "bars": _bars}[study.drawn_as](lines, book)
+    figure.suptitle(f"{study.title}: {sheet}", fontsize=11)
+    path = folder / f"{study.name}-{re.sub('[^a-z0-9.]+', '-', sheet.lower().replace('β', 'beta'))}.png"
+    for target in (path, path.with_suffix(".pdf")):
+        save(figure, target)
+    return path
+
+
+def _curves(lines: Sequence[Line], book: Book) -> Any:
+    panels = list(dict.fromkeys(line.panel for line in lines))
+    figure, axes = new_figure(2, len(panels), width=4.6 * len(panels), height=6.4, sharey="row")
+    for column, panel in enumerate(panels):
+        for index, line in enumerate(line for line in lines if line.panel == panel):
+            for axis, measure in zip(axes[:, column], ("loss", "accuracy"), strict=True):
+                curve(axis, index, line.label, book[line], measure)
+        axes[0][column].set_title(panel, fontsize=10)
+        axes[1][column].set_xlabel("round")
+    top = max(float(np.median([_largest(book[line]) for line in lines])) * 1.5, 0.1)
+    axes[0][0].set_ylim(0, top)
+    axes[0][0].set_ylabel("training loss")
+    axes[1][0].set_ylabel("test accuracy")
+    axes[1][-1].legend(fontsize=8)
+    return figure
+
+
+def _largest(runs: Sequence[Sequence[RoundRecord]]) -> float:
+    return max(record.loss for run in runs for record in run if record.loss is not None)
+
+
+def _weights(lines: Sequence[Line], book: Book) -> Any:
+    runs = book[lines[0]]
+    figure, axes = new_figure(len(runs), 3, width=10, height=2.2 * len(runs))
+    for row, run in enumerate(runs):
+        for axis, (stage, record) in zip(axes[row], stages(run).items(), strict=True):
+            axis.bar(range(1, len(record.weights) + 1), record.weights, color=COLOURS[0])
+            axis.axhline(1 / len(record.weights), color=COLOURS[3], linestyle="--", linewidth=1)
+            axis.set_title(f"{stage}: round {record.number} (run {row + 1})", fontsize=9)
+        axes[row][0].set_ylabel("weight α")
+    for axis in axes[-1]:
+        axis.set_xlabel("device (dashed: FedAvg's 1/K)")
+    return figure
+
+
+def stages(run: Sequence[RoundRecord]) -> dict[str, RoundRecord]:
+    """Return an early, a near-converged (nine tenths of the loss reduction done) and a converged round."""
+    losses = [record.loss for record in run if record.loss is not None]
+    near = losses[-1] + 0.1 * (losses[0] - losses[-1])
+    middle = next((record for record in run[1:] if record.loss is not None and record.loss <= near), run[-1])
+    return {"early": run[0], "near-converged": middle, "converged": run[-1]}
+
+
+def _bars(lines: Sequence[Line], book: Book) -> Any:
+    panels = list(dict.fromkeys(line.panel for line in lines))
+    figure, axes = new_figure(-(-len(panels) // 2), 2, width=10, height=3.6 * -(-len(panels) // 2))
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        own = [line for line in lines if line.panel == panel]
+        limit = max(len(run) for line in own for run in book[line])
+        for index, line in enumerate(own):
+            _bar_group(axis, index, len(own), line.label, [summarise(run) for run in book[line]], limit)
+        axis.set_title(panel, fontsize=10)
+        axis.set_xticks(range(len(LEVELS)), [f"{level:.0%} accuracy" for level in LEVELS])
+        axis.set_ylim(0, limit * 1.05)
+        axis.set_ylabel("rounds (×: never)")
+    axes[0][0].legend(fontsize=7, loc="upper left")
+    return figure
+
+
+def _bar_group(axis: Any, index: int, count: int, label: str, summaries: Sequence[Summary], limit: int) -> None:
+    """Draw one algorithm's bars: the median over seeds, a whisker from the fastest to the slowest, a cross for never."""
+    width = 0.8 / count
+    places = np.arange(len(LEVELS)) + (index - (count - 1) / 2) * width
+    counts = np.array([[summary.rounds_to[level] or np.inf for summary in summaries] for level in LEVELS])
+    middle = np.median(counts, axis=1)
+    shown = np.minimum(middle, limit)
+    colour = COLOURS[index % len(COLOURS)]
+    reached = np.isfinite(middle)
+    axis.bar(places[reached], shown[reached], width, label=label, color=colour)
+    if not reached.any():
+        axis.bar([], [], width, label=label, color=colour)
+    low, high = counts.min(axis=1), np.minimum(counts.max(axis=1), limit)
+    axis.vlines(places[reached], low[reached], high[reached], color="black", linewidth=0.8)
+    axis.plot(places[~reached], np.full((~reached).sum(), limit), "x", color=colour, markersize=5)

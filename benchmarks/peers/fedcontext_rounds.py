@@ -1,0 +1,49 @@
+"""fedcontext: an engine's local training, and the same average by samples that the peers take.
+
+The fifth word of the command line is the engine; ``+aggregate`` after it passes the updates through `fc.aggregate`,
+with all its checks and the geometry that a record shows, instead of one line of NumPy.
+"""
+
+import sys
+
+import numpy as np
+from harness import BATCH, CLASSES, RATE, arguments, play
+
+import fedcontext as fc
+from fedcontext.cohorts import Work, engine_named
+from fedcontext.datasets.federated import FederatedData, Split, aligned
+from fedcontext.local import sgd
+
+
+class Fedcontext:
+    def __init__(self, work, engine, door):
+        features = aligned(work.features.shape, work.features.dtype)
+        features[:] = work.features
+        train = Split(features, work.labels, work.offsets)
+        self.work, self.engine_name, self.door = work, engine, door
+        self.data = FederatedData(
+            "mnist", train, Split(train.features[:0], train.labels[:0], 0 * work.offsets), CLASSES
+        )
+
+    def reset(self):
+        self.engine = engine_named(self.engine_name, self.data)  # fresh: nothing kept from the warm-up
+        self.state = self.engine.start()
+
+    def round(self, number):
+        devices, epochs = self.work.devices[number], self.work.epochs[number]
+        updates = self.engine.train(self.state, Work(0, number + 1, devices, epochs, sgd(RATE, BATCH)))
+        samples = self.work.samples(number)
+        if self.door:
+            self.state = fc.aggregate(self.state, updates, rule=fc.by_samples(), samples=samples).params
+        else:
+            shares = (samples / samples.sum()).astype(np.float32)
+            self.state = self.state + np.tensordot(shares, np.stack(updates), 1)
+
+    def params(self):
+        return self.state
+
+
+if __name__ == "__main__":
+    work, out = arguments()
+    engine, _, door = sys.argv[5].partition("+")
+    play(Fedcontext(work, engine, bool(door)), work, out)

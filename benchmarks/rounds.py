@@ -1,0 +1,134 @@
+"""Rows (a) and (b): rounds of local training, ours and the peers', interleaved, on exactly the same steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fedcontext.cohorts.softmax import SoftmaxReference
+from fedcontext.datasets import load
+from fedcontext.plan import orders, plan_round
+
+HERE = Path(__file__).parent
+EPOCHS = {"a": (1, 1), "b": (1, 20)}
+OURS = "fedcontext, fast"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """How to run one contestant: its script, its words, and the packages of its own environment (none: ours)."""
+
+    script: str
+    words: tuple[str, ...] = ()
+    environment: str = ""
+    packages: tuple[tuple[str, ...], ...] = ()  # installed in this order, each group at once
+
+
+PEERS = {
+    OURS: Peer("fedcontext_rounds.py", ("fast",)),
+    "fedcontext, fast, through aggregate": Peer("fedcontext_rounds.py", ("fast+aggregate",)),
+    "fedcontext, reference (NumPy)": Peer("fedcontext_rounds.py", ("reference",)),
+    "FedJAX 0.0.17": Peer(
+        "fedjax_rounds.py",
+        environment="fedjax",
+        packages=(("fedjax==0.0.17", "jax==0.4.30", "jaxlib==0.4.30", "dm-haiku==0.0.12", "numpy<2"),),
+    ),
+    "plain PyTorch loop": Peer("torch_rounds.py", environment="pfl", packages=(("torch==2.13.0",), ("pfl==0.6.0",))),
+    "pfl-research 0.6.0": Peer("pfl_rounds.py", environment="pfl", packages=(("torch==2.13.0",), ("pfl==0.6.0",))),
+    "Flower 1.41, Ray": Peer(
+        "flower_rounds.py",
+        environment="flower",
+        packages=(("torch==2.13.0", "flwr[simulation]>=1.41,<1.42"),),
+    ),
+}
+
+
+def write_work(folder: Path, rounds: int) -> None:
+    """Write the data and the plans that all peers follow."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = load("mnist")
+    for name in ("features", "labels", "offsets"):
+        np.save(folder / f"{name}.npy", getattr(data.train, name))
+    for row, epochs in EPOCHS.items():
+        plans = [plan_round(0, number + 1, data.population, epochs=epochs) for number in range(rounds)]
+        drawn = [
+            orders(0, plan.number, int(device), int(data.train.sizes[device]), int(count)).ravel()
+            for plan in plans
+            for device, count in zip(plan.devices, plan.epochs, strict=True)
+        ]
+        np.save(folder / f"{row}-devices.npy", np.stack([plan.devices for plan in plans]))
+        np.save(folder / f"{row}-epochs.npy", np.stack([plan.epochs for plan in plans]))
+        np.save(folder / f"{row}-orders.npy", np.concatenate(drawn))
+
+
+def python_of(peer: Peer, home: Path) -> str:
+    """Return the interpreter of the peer's own environment, made and filled where it is not there yet."""
+    if not peer.environment:
+        return sys.executable
+    folder = home / peer.environment
+    if not (folder / "done").exists():
+        print(f"installing {peer.environment} into its own environment ...", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        for group in peer.packages:
+            subprocess.run([str(folder / "bin/pip"), "install", "--quiet", *group], check=True)
+        (folder / "done").touch()
+    return str(folder / "bin/python")
+
+
+def run_peer(name: str, row: str, rounds: int, home: Path) -> dict[str, object] | None:
+    """Return what one run of one peer measured, with its final params; None where it failed."""
+    peer, out = PEERS[name], home / "result.json"
+    out.unlink(missing_ok=True)
+    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_HOME": str(home / "flwr")}
+    quiet["PYTHONPATH"] = str(HERE / "peers")
+    command = [python_of(peer, home), str(HERE / "peers" / peer.script), str(home / "work"), row, str(rounds), str(out)]
+    with (home / "last.log").open("w") as log:
+        done = subprocess.run([*command, *peer.words], env={**os.environ, **quiet}, stdout=log, stderr=log)
+    if done.returncode or not out.exists():
+        print(f"{name}, row {row}: failed, see {home / 'last.log'}", file=sys.stderr)
+        return None
+    return {**json.loads(out.read_text()), "params": np.load(out.with_suffix(".npy"))}
+
+
+def measure(home: Path, rounds: int, repeats: int, names: list[str]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return, for each row and peer, the milliseconds of a round (median over repeats of the mean) and the rest."""
+    write_work(home / "work", rounds)
+    runs: dict[tuple[str, str], list[dict[str, object]]] = {}
+    for repeat in range(repeats):
+        for row in EPOCHS:
+            for name in names:
+                print(f"repeat {repeat + 1} of {repeats}, row {row}: {name}", file=sys.stderr)
+                if result := run_peer(name, row, rounds, home):
+                    runs.setdefault((row, name), []).append(result)
+    return {row: {name: summary(runs[row, name]) for name in names if (row, name) in runs} for row in EPOCHS}
+
+
+def summary(runs: list[dict[str, object]]) -> dict[str, float]:
+    """Return the figures of one cell of the table; loss and accuracy are ours to compute, from the final params."""
+    loss, accuracy = SoftmaxReference(load("mnist")).evaluate(runs[-1]["params"])
+    means = [float(np.mean(run["ms"])) for run in runs]
+    return {
+        "ms_per_round": float(np.median(means)),
+        "lowest": min(means),
+        "highest": max(means),
+        "start_s": float(np.median([run["start_s"] for run in runs])),
+        "peak_mb": float(np.median([run["peak_mb"] for run in runs])),
+        "loss": loss,
+        "accuracy": accuracy,
+    }
+
+
+def unequal(cells: dict[str, dict[str, float]]) -> list[str]:
+    """Return the peers whose model is not ours to 1 % of the loss and half a point of accuracy."""
+    ours = cells[OURS]
+    return [
+        name
+        for name, cell in cells.items()
+        if abs(cell["loss"] - ours["loss"]) > 0.01 * ours["loss"] or abs(cell["accuracy"] - ours["accuracy"]) > 0.005
+    ]

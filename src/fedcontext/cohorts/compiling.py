@@ -1,0 +1,39 @@
+"""How the fast engine's functions are compiled: once for each machine, kept on disk, with a word while it happens."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import numba
+from numba.core import event
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Sums may be reordered, so that they vectorise; NaN and infinity keep their meaning, so that they can be reported.
+compiled: Callable[[Function], Function] = cast(
+    Any, numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "arcp", "nsz"})
+)
+
+
+class _Word(event.Listener):
+    """Says on standard error, once, that something is being compiled."""
+
+    said = False
+
+    def on_start(self, event: Any) -> None:
+        if not self.said:
+            print("compiling the fast engine for this machine, once (about ten seconds) ...", file=sys.stderr)
+            _Word.said = True
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+@contextmanager
+def announced() -> Iterator[None]:
+    """Tell the user if anything is compiled in this block; what comes from the disk cache is loaded in silence."""
+    with event.install_listener("numba:compile", _Word()):
+        yield

@@ -1,0 +1,133 @@
+"""Small PyTorch models by name, for the module engine: logistic regression, a CNN and a ResNet-18 with GroupNorm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+from fedcontext.errors import FedcontextError, require
+
+require("torch", extra="torch")
+from torch import Tensor, nn  # noqa: E402
+
+Shape: TypeAlias = tuple[int, ...]
+GROUPS = 2  # of GroupNorm's channels: a choice that keeps every width divisible
+
+
+def logistic(shape: Shape, classes: int) -> nn.Module:
+    """Return the paper's model, softmax(x W + c), starting from zeros as the reference engine does.
+
+    >>> sum(p.numel() for p in logistic((784,), 10).parameters())
+    7850
+    """
+    layer = nn.Linear(math.prod(shape), classes)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return nn.Sequential(nn.Flatten(), layer)
+
+
+def cnn(shape: Shape, classes: int) -> nn.Module:
+    """Return two 3x3 convolutions (32, 64), max-pooling and a dense layer of 128: pfl-research's CIFAR-10 model.
+
+    >>> sum(p.numel() for p in cnn((3, 32, 32), 10).parameters())
+    1626442
+    """
+    channels, height, width = _image(shape, least=6)
+    return nn.Sequential(
+        nn.Conv2d(channels, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128),
+        nn.ReLU(),
+        nn.Linear(128, classes),
+    )
+
+
+class Residual(nn.Module):
+    """relu(x + two convolutions of x), each followed by GroupNorm; a 1x1 convolution where the shape changes."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *_normed(nn.Conv2d(channels, width, 3, stride, padding=1, bias=False)),
+            nn.ReLU(),
+            *_normed(nn.Conv2d(width, width, 3, padding=1, bias=False)),
+        )
+        same = stride == 1 and channels == width
+        pointwise = () if same else _normed(nn.Conv2d(channels, width, 1, stride, bias=False))
+        self.shortcut = nn.Sequential(*pointwise)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output."""
+        result: Tensor = nn.functional.relu(self.shortcut(x) + self.body(x))
+        return result
+
+
+def resnet18(shape: Shape, classes: int) -> nn.Module:
+    """Return a ResNet-18 for small images (3x3 stem, no pooling after it), with GroupNorm in place of BatchNorm.
+
+    >>> sum(p.numel() for p in resnet18((3, 32, 32), 10).parameters())
+    11173962
+    """
+    channels, _, _ = _image(shape, least=8)
+    layers: list[nn.Module] = [*_normed(nn.Conv2d(channels, 64, 3, padding=1, bias=False)), nn.ReLU()]
+    before = 64
+    for width in (64, 128, 256, 512):
+        layers += [Residual(before, width, 1 if width == 64 else 2), Residual(width, width, 1)]
+        before = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
+
+
+# "softmax" is what other engines call the same model: the word then means one thing everywhere.
+MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
+    "softmax": logistic,
+    "logistic": logistic,
+    "cnn": cnn,
+    "resnet18": resnet18,
+}
+
+
+def model_named(name: str, features: int, classes: int) -> tuple[Callable[[], nn.Module], Shape]:
+    """Return a factory of the named model, and the shape that it wants samples in.
+
+    >>> factory, shape = model_named("cnn", features=784, classes=10)
+    >>> shape
+    (1, 28, 28)
+    """
+    if name not in MODELS:
+        raise FedcontextError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
+    shape = (features,) if MODELS[name] is logistic else image_shape(features)
+    return lambda: MODELS[name](shape, classes), shape
+
+
+def image_shape(features: int) -> Shape:
+    """Return (channels, side, side) of a square grey or colour image with so many numbers.
+
+    >>> image_shape(3072)
+    (3, 32, 32)
+    >>> image_shape(60)
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: features must form a square image of 1 or 3 channels for this model, got 60 of them
+    """
+    for channels in (1, 3):
+        side = math.isqrt(features // channels)
+        if channels * side * side == features:
+            return channels, side, side
+    raise FedcontextError(
+        f"features must form a square image of 1 or 3 channels for this model, got {features} of them"
+    )
+
+
+def _image(shape: Shape, least: int) -> Shape:
+    if len(shape) != 3 or min(shape[1:]) < least:
+        raise FedcontextError(f"images must have shape (channels, height, width) from {least}x{least}, got {shape}")
+    return shape
+
+
+def _normed(convolution: nn.Conv2d) -> tuple[nn.Module, nn.Module]:
+    return convolution, nn.GroupNorm(GROUPS, convolution.out_channels)

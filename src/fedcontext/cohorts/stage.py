@@ -1,0 +1,199 @@
+"""The local steps of a whole cohort: models stacked along a first axis, one vectorised step for all of them.
+
+Shapes and places are fixed (padded batches, masked devices), so that a step can be compiled or recorded as a CUDA
+graph once and replayed for every later step and round.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+
+from fedcontext.cohorts.learner import Learner, Params, first_line
+from fedcontext.datasets.federated import Split
+from fedcontext.errors import require
+from fedcontext.local import Local
+from fedcontext.plan import batches
+
+require("torch", extra="torch")
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+if TYPE_CHECKING:
+    from fedcontext.cohorts import Work
+
+Speed: TypeAlias = Literal["auto", "plain", "graph", "compile"]
+Stack: TypeAlias = dict[str, Tensor]  # (C, ...) each: a row of every leaf belongs to one device
+WARM_UP = 3  # steps before a CUDA graph is recorded: libraries allocate and choose their kernels in them
+NORM_FLOOR = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The batches of a chunk of devices, padded; devices with more steps come first."""
+
+    rows: Tensor  # (S, C, B) samples by their place in the data; a padding is the device's first sample
+    shares: Tensor  # (S, C, B) what each counts in its batch's mean; 0 for a padding
+    active: list[int]  # (S,) how many devices, from the first, still train
+
+    def devices(self) -> int:
+        """Return C."""
+        return int(self.rows.shape[1])
+
+
+def plan_steps(work: Work, chosen: list[int], split: Split, size: int, learner: Learner) -> Steps:
+    """Return the local steps of the ``chosen`` positions of the cohort, in batches of at most ``size``."""
+    orders = []
+    for at in chosen:
+        device, epochs = int(work.devices[at]), int(work.epochs[at])
+        count = int(split.sizes[device])
+        orders.append(list(batches(work.seed, work.number, device, count, epochs, work.local.batch_size)))
+    rows = np.empty((len(orders[0]), len(chosen), size), np.int64)
+    rows[:] = split.offsets[work.devices[chosen]][:, None]
+    shares = np.zeros(rows.shape)
+    for k, order in enumerate(orders):
+        for step, batch in enumerate(order):
+            rows[step, k, : len(batch)] += batch
+            shares[step, k, : len(batch)] = 1 / len(batch)
+    active = [sum(len(order) > step for order in orders) for step in range(len(rows))]
+    place = learner.device
+    return Steps(torch.from_numpy(rows).to(place), torch.from_numpy(shares).to(place, learner.dtype), active)
+
+
+def stacked_gradients(learner: Learner, own: bool) -> Callable[..., Stack]:
+    """Return the function to each device's gradient of its weighted loss; at its own params, or at one set for all."""
+
+    def loss(params: Stack, constants: Stack, features: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
+        return (learner.losses({**params, **constants}, features, labels) * shares).sum()
+
+    each = torch.func.grad(loss)
+    return torch.vmap(each, in_dims=(0 if own else None, None, 0, 0, 0), randomness="different")
+
+
+class Stage:
+    """Places for the stacked models of up to ``width`` devices, and the step that moves them all."""
+
+    def __init__(self, learner: Learner, params: Params, width: int, size: int, local: Local, speed: Speed) -> None:
+        self.learner, self.width, self.local, self.speed = learner, width, local, speed
+        self.own = {name: params[name].expand(width, *params[name].shape).clone() for name in learner.trainable}
+        self.velocity = {name: torch.zeros_like(own) for name, own in self.own.items()} if local.momentum else {}
+        self.anchor = {name: params[name].clone() for name in params}
+        self.rows = torch.zeros((width, size), dtype=torch.int64, device=learner.device)
+        self.shares = torch.zeros((width, size), dtype=learner.dtype, device=learner.device)
+        self.rates = torch.zeros(width, dtype=learner.dtype, device=learner.device)
+        self.step: Callable[..., None] = self._step
+        if speed == "compile":
+            self.step = torch.compile(self._step, dynamic=False)
+        # Devices that are done drop out by halves: few shapes to record, and at most half of a step for nothing.
+        halves = range(1 if speed == "compile" else 1 + width.bit_length())
+        self.counts = sorted({math.ceil(width / 2**half) for half in halves})
+        self.replays: dict[int, Callable[[], None]] = {}
+        self.graphs: list[torch.cuda.CUDAGraph] = []  # all share the first one's scratch memory
+
+    def fits(self, width: int, size: int, local: Local) -> bool:
+        """Return whether the work of these devices can be done in these places; any learning rate can."""
+        same = replace(local, learning_rate=self.local.learning_rate) == self.local
+        return same and width <= self.width and self.rows.shape[1] == size
+
+    def run(self, params: Params, steps: Steps, learning_rate: float) -> Stack:
+        """Return the updates of the devices in ``steps``."""
+        counts = [next(count for count in self.counts if count >= active) for active in steps.active]
+        for count in sorted(set(counts)):
+            if count not in self.replays:
+                self.replays[count] = self._recorded(count)
+        self._load(params)
+        self.rates.fill_(learning_rate)
+        devices = steps.devices()
+        for step, (active, count) in enumerate(zip(steps.active, counts, strict=True)):
+            self.rows[:devices].copy_(steps.rows[step])
+            self.shares[:devices].copy_(steps.shares[step])
+            self.rates[active:].zero_()
+            self.replays[count]()
+        return {name: own[:devices] - params[name] for name, own in self.own.items()}
+
+    def _load(self, params: Params) -> None:
+        """Put every device at ``params``, at rest."""
+        for name, own in self.own.items():
+            own.copy_(params[name].expand_as(own))
+        for name, anchor in self.anchor.items():
+            anchor.copy_(params[name])
+        for velocity in self.velocity.values():
+            velocity.zero_()
+        self.shares.zero_()
+
+    def _recorded(self, count: int) -> Callable[[], None]:
+        """Return the step of the first ``count`` devices as fast as asked for, or as possible (with a warning)."""
+        own = {name: tensor[:count] for name, tensor in self.own.items()}
+        velocity = {name: tensor[:count] for name, tensor in self.velocity.items()}
+        inputs = (self.rows[:count], self.shares[:count], self.rates[:count])
+
+        def step() -> None:
+            self.step(own, velocity, self.anchor, *inputs, self.learner.features, self.learner.labels)
+
+        if self.speed == "plain":
+            return step
+        try:
+            return _graph(step, self.graphs)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:  # compilers and drivers fail in many ways; the plain step does the same work
+            warnings.warn(f"speed={self.speed!r} is not to be had here ({first_line(error)})", stacklevel=2)
+            self.speed, self.step = "graph" if self.speed == "compile" else "plain", self._step
+            return self._recorded(count)
+
+    def _step(
+        self,
+        own: Stack,
+        velocity: Stack,
+        anchor: Stack,
+        rows: Tensor,
+        shares: Tensor,
+        rates: Tensor,
+        features: Tensor,
+        labels: Tensor,
+    ) -> None:
+        """Take one local step in place, as `Local` describes it; a rate of 0 leaves a device where it is."""
+        local, constants = self.local, {name: anchor[name] for name in self.learner.constants}
+        slopes = stacked_gradients(self.learner, own=True)(own, constants, features[rows], labels[rows], shares)
+        scales = _clipping(slopes, local.clip) if local.clip else None
+        for name, tensor in own.items():
+            slope = slopes[name] if scales is None else slopes[name] * _along(scales, tensor)
+            if local.weight_decay:
+                slope = slope + local.weight_decay * tensor
+            if local.mu:
+                slope = slope + local.mu * (tensor - anchor[name])
+            if local.momentum:
+                slope = velocity[name].mul_(local.momentum).add_(slope)
+            tensor.addcmul_(slope, _along(rates, tensor), value=-1)
+
+
+def _graph(step: Callable[[], None], others: list[torch.cuda.CUDAGraph]) -> Callable[[], None]:
+    """Return the replay of ``step`` as one CUDA graph, in the scratch memory of the ``others``; it runs before."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=others[0].pool() if others else None):
+        step()
+    others.append(graph)
+    return graph.replay
+
+
+def _clipping(slopes: Stack, clip: float) -> Tensor:
+    """Return (C,) what each device's gradient is scaled by to have a norm of at most ``clip``."""
+    squares = [slope.flatten(1).square().sum(dim=1) if slope.ndim > 1 else slope.square() for slope in slopes.values()]
+    norms = torch.stack(squares).sum(dim=0).sqrt()
+    return (clip / (norms + NORM_FLOOR)).clamp(max=1)
+
+
+def _along(values: Tensor, like: Tensor) -> Tensor:
+    """Return (C,) values shaped to multiply (C, ...) ones."""
+    return values.reshape(-1, *[1] * (like.ndim - 1))

@@ -1,0 +1,28 @@
+"""Shared fixtures: real data where it is at hand, small problems everywhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+from fedcontext.datasets import FederatedData, federate, files, iid
+
+settings.register_profile("fedcontext", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("fedcontext")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("data")
+    for name in marker.args if marker else ():
+        if files.where(name) is None:
+            pytest.skip(f"the {name} file is not at hand: set {files.VARIABLE} to a directory that holds it")
+
+
+@pytest.fixture(scope="session")
+def small_data() -> FederatedData:
+    """Twelve devices, three classes, five features: learnable, and quick to train on."""
+    random = np.random.default_rng(3)
+    features = random.standard_normal((600, 5))
+    labels = np.argmax(features @ random.standard_normal((5, 3)) + 0.3 * random.standard_normal((600, 3)), axis=1)
+    return federate(features, labels, iid(labels, 12, random), name="small", classes=3)

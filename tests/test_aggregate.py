@@ -1,0 +1,294 @@
+"""The plug-in door: any array library, any structure, and a clear word about everything it refuses."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fedcontext as fc
+from fedcontext import arrays
+from fedcontext.errors import FedcontextError
+
+torch = pytest.importorskip("torch")
+jax = pytest.importorskip("jax")
+jnp = pytest.importorskip("jax.numpy")
+
+SHAPES = {"weight": (4, 3), "bias": (3,)}
+RULE = fc.contextual(smoothness=2.0)
+
+
+def model(seed, dtype=np.float32):
+    random = np.random.default_rng(seed)
+    return {name: random.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
+
+
+def flat(structure):
+    return np.concatenate([np.asarray(structure[name], np.float64).ravel() for name in SHAPES])
+
+
+def as_torch(structure):
+    return OrderedDict((name, torch.from_numpy(leaf)) for name, leaf in structure.items())
+
+
+def as_jax(structure):
+    return {name: jnp.asarray(leaf) for name, leaf in structure.items()}
+
+
+FORMS = {
+    "one array": lambda m: np.concatenate([leaf.ravel() for leaf in m.values()]),
+    "list": lambda m: list(m.values()),
+    "tuple": lambda m: tuple(m.values()),
+    "mapping": dict,
+    "nested": lambda m: {"layer": dict(m)},
+    "torch": as_torch,
+    "torch list": lambda m: [torch.from_numpy(leaf) for leaf in m.values()],
+    "jax": as_jax,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rule", [RULE, fc.contextual(2.0, "null-space"), fc.folb(), fc.by_samples(), fc.mean()])
+def test_every_form_gives_the_same_weights_and_params(form, rule):
+    make = FORMS[form]
+    params, updates, own = model(0), [model(k) for k in (1, 2, 3)], [model(k) for k in (4, 5, 6)]
+    options = {"rule": rule, "samples": [1, 2, 3]}
+    plain = fc.aggregate(params, updates, own_gradients=own, **options)
+    other = fc.aggregate(make(params), [make(u) for u in updates], own_gradients=[make(g) for g in own], **options)
+    np.testing.assert_allclose(other.weights, plain.weights, rtol=1e-9)
+    assert type(other.params) is type(make(params))
+    leaves = arrays.leaves(other.params)
+    result = np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in leaves.values()])
+    np.testing.assert_allclose(result, flat(plain.params), rtol=1e-6)
+    assert {str(leaf.dtype).removeprefix("torch.") for leaf in leaves.values()} == {"float32"}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("library", ["torch", "jax", "numpy"])
+def test_inner_products_accumulate_in_float64(dtype, library):
+    if (library, dtype) in {("numpy", "bfloat16"), ("jax", "float64")}:
+        pytest.skip(f"{library} has no {dtype} here")
+    size = 70_000  # in half precision a running sum of ones stops at 2048 (float16) or 256 (bfloat16)
+    ones = {
+        "torch": lambda: torch.ones(size, dtype=getattr(torch, dtype)),
+        "jax": lambda: jnp.ones(size, dtype=dtype),
+        "numpy": lambda: np.ones(size, dtype=dtype),
+    }[library]()
+    result = fc.aggregate(ones, [ones, ones * 2], gradient=ones, rule=RULE)
+    np.testing.assert_array_equal(result.geometry.gram, size * np.array([[1, 2], [2, 4]]))
+    assert result.params.dtype == ones.dtype
+
+
+def test_gradients_from_probes_are_averaged_with_their_weights():
+    params, updates, probes = model(0), [model(1), model(2)], [model(3), model(4)]
+    weighted = fc.aggregate(params, updates, gradients=probes, probe_weights=[1, 3], rule=RULE)
+    mean = {name: 0.25 * probes[0][name] + 0.75 * probes[1][name] for name in SHAPES}
+    single = fc.aggregate(params, updates, gradient=mean, rule=RULE)
+    np.testing.assert_allclose(weighted.weights, single.weights, rtol=1e-5)
+    assert weighted.geometry.slopes.shape == (2, 2)
+
+
+def test_layers_choose_the_geometry_and_weights_apply_to_all():
+    params, updates, gradient = model(0), [model(1), model(2)], model(3)
+    last = fc.aggregate(params, updates, gradient=gradient, rule=RULE, layers=["bias"])
+    alone = fc.aggregate(params["bias"], [u["bias"] for u in updates], gradient=gradient["bias"], rule=RULE)
+    np.testing.assert_allclose(last.weights, alone.weights)
+    by_place = fc.aggregate(params, updates, gradient={"bias": gradient["bias"]}, rule=RULE, layers=[-1])
+    np.testing.assert_array_equal(by_place.weights, last.weights)
+    expected = params["weight"] + sum(w * u["weight"] for w, u in zip(last.weights, updates, strict=True))
+    np.testing.assert_allclose(last.params["weight"], expected, rtol=1e-5)
+
+
+def test_buffers_and_integers_are_averaged_never_weighted():
+    network = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    params = {name: leaf.clone() for name, leaf in network.state_dict().items()}
+    updates = [{n: torch.full_like(leaf, k) for n, leaf in params.items()} for k in (1, 4)]
+    gradient = {name: torch.ones_like(leaf) for name, leaf in network.named_parameters()}
+    result = fc.aggregate(
+        params, updates, gradient=gradient, rule=RULE, samples=[3, 1], buffers=["1.running_mean", "1.running_var"]
+    )
+    assert int(result.params["1.num_batches_tracked"]) == round((3 * 1 + 1 * 4) / 4)
+    torch.testing.assert_close(result.params["1.running_mean"], torch.full((4,), 1.75))
+    assert (result.params["0.weight"] < params["0.weight"]).all()
+    assert result.params["1.num_batches_tracked"].dtype == torch.int64
+    network.load_state_dict(result.params)
+
+
+def test_nothing_handed_in_is_changed():
+    params, updates, gradient = model(0), [model(1), model(2)], model(3)
+    fc.aggregate(params, updates, gradient=gradient, rule=RULE)
+    for seed, structure in enumerate((params, *updates, gradient)):
+        np.testing.assert_array_equal(flat(structure), flat(model(seed)))
+
+
+@pytest.mark.parametrize("form", ["mapping", "torch", "jax"])
+def test_little_scratch_memory_does_not_change_the_result(form, monkeypatch):
+    make = FORMS[form]
+    params, updates, gradient = (make(model(0)), [make(model(1)), make(model(2))], make(model(3)))
+    whole = fc.aggregate(params, updates, gradient=gradient, rule=RULE)
+    monkeypatch.setattr(
+        arrays, "blocks", lambda size, rows, scratch: ((i, min(i + 5, size)) for i in range(0, size, 5))
+    )
+    cut = fc.aggregate(params, updates, gradient=gradient, rule=RULE, scratch=0)
+    np.testing.assert_allclose(cut.weights, whole.weights, rtol=1e-12)
+    np.testing.assert_allclose(flat(cut.params), flat(whole.params), rtol=1e-6)
+
+
+@given(rows=st.integers(1, 8), columns=st.integers(0, 4), size=st.integers(0, 20_000), seed=st.integers(0, 99))
+def test_compiled_sums_agree_with_plain_ones(rows, columns, size, seed):
+    sums = pytest.importorskip("fedcontext.sums")
+    random = np.random.default_rng(seed)
+    for dtype in (np.float32, np.float64):
+        everyone = [random.standard_normal(size).astype(dtype) for _ in range(rows + columns)]
+        exact = np.array(everyone, np.float64)
+        np.testing.assert_allclose(sums.products(everyone[:rows], everyone[rows:]), exact[:rows] @ exact.T, atol=1e-9)
+        weights, result = random.standard_normal(rows), np.empty(size, dtype)
+        sums.combine(everyone[0], everyone[:rows], weights, result)
+        np.testing.assert_allclose(result, exact[0] + weights @ exact[:rows], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_large_models_take_the_compiled_way_to_the_same_result(library, monkeypatch):
+    random = np.random.default_rng(0)
+    make = np.asarray if library == "numpy" else torch.from_numpy
+    params, gradient, *updates = (make(random.standard_normal(300_001).astype(np.float32)) for _ in range(6))
+    fast = fc.aggregate(params, updates, gradient=gradient, rule=RULE)
+    monkeypatch.setattr(arrays, "COMPILED_FROM", 2**60)
+    plain = fc.aggregate(params, updates, gradient=gradient, rule=RULE)
+    np.testing.assert_allclose(fast.weights, plain.weights, rtol=1e-10)
+    np.testing.assert_allclose(np.asarray(fast.params), np.asarray(plain.params), rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["mapping", "torch", "list"])
+def test_out_receives_the_result_even_in_place(form):
+    make = FORMS[form]
+    params, updates, gradient = make(model(0)), [make(model(1)), make(model(2))], make(model(3))
+    fresh = fc.aggregate(params, updates, gradient=gradient, rule=RULE)
+    same = fc.aggregate(params, updates, gradient=gradient, rule=RULE, out=params)
+    for name, leaf in arrays.leaves(same.params).items():
+        assert leaf is arrays.leaves(params)[name]
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(arrays.leaves(fresh.params)[name]))
+
+
+def test_an_overflow_leaves_out_untouched():
+    params = {"a": np.ones(2, np.float32), "b": np.ones(2, np.float16)}
+    updates = [{"a": np.ones(2, np.float32), "b": np.ones(2, np.float16)}]
+    gradient = {"a": np.full(2, -6e4, np.float32), "b": np.full(2, -6e4, np.float16)}
+    with pytest.raises(FedcontextError, match="the new leaf 'b' overflows float16"):
+        fc.aggregate(params, updates, gradient=gradient, rule=fc.contextual(1e-3), out=params)
+    assert (params["a"] == 1).all()
+    assert (params["b"] == 1).all()
+
+
+def test_extra_memory_is_bounded_whatever_the_size(tmp_path):
+    size = 8_000_000
+    params, out = np.zeros(size, np.float16), np.empty(size, np.float16)  # half precision has no compiled way
+    updates = [np.ones(size, np.float16) * k for k in (1, 2)]
+    tracemalloc.start()
+    fc.aggregate(params, updates, gradient=params, rule=RULE, out=out)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 64 * 2**20
+
+
+def test_updates_may_be_memory_mapped_files(tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    updates = [model(1), model(2)]
+    paths = [tmp_path / f"{k}.safetensors" for k in range(2)]
+    for path, update in zip(paths, updates, strict=True):
+        safetensors.save_file(update, path)
+    mapped = [fc.mapped(path) for path in paths]
+    assert all(isinstance(leaf.base, np.memmap) or isinstance(leaf, np.memmap) for leaf in mapped[0].values())
+    plain = fc.aggregate(model(0), updates, gradient=model(3), rule=RULE)
+    result = fc.aggregate(model(0), mapped, gradient=model(3), rule=RULE)
+    np.testing.assert_array_equal(flat(result.params), flat(plain.params))
+    np.save(tmp_path / "one.npy", np.arange(3.0))
+    np.testing.assert_array_equal(fc.mapped(tmp_path / "one.npy"), np.arange(3.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.bin", b"", "must end in .npy or .safetensors"),
+        ("a.npy", b"junk", "cannot be mapped"),
+        ("a.safetensors", b"junk", "cannot be mapped"),
+        ("a.safetensors", (2**62).to_bytes(8, "little") + b"{}", "cannot be mapped"),
+        (
+            "a.safetensors",
+            (57).to_bytes(8, "little") + b'{"w":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}  ',
+            "cannot be mapped",
+        ),
+    ],
+)
+def test_files_that_cannot_be_mapped_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(FedcontextError, match=message):
+        fc.mapped(tmp_path / name)
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=4))
+def test_combine_is_base_plus_weighted_sum(weights):
+    rows = np.random.default_rng(0).standard_normal((len(weights), 3, 2))
+    base = np.ones((3, 2))
+    result = arrays.framework(base).combine(base, list(rows), np.array(weights), arrays.SCRATCH)
+    np.testing.assert_allclose(result, base + np.tensordot(weights, rows, 1))
+
+
+def broken(change, leaf="weight"):
+    update = model(1)
+    update[leaf] = change(update[leaf])
+    return update
+
+
+def with_nan(leaf):
+    leaf[0] = np.nan
+    return leaf
+
+
+BAD = {
+    "no updates": ({"updates": []}, "there are no updates"),
+    "shape": ({"updates": [model(1), broken(lambda x: x[:2])]}, r"device 1: leaf 'weight' must have shape \(4, 3\), got \(2, 3\)"),
+    "dtype": ({"updates": [broken(lambda x: x.astype(np.float64))]}, "device 0: leaf 'weight' must have dtype float32, got float64"),
+    "named device": ({"updates": {"phone-7": broken(lambda x: x[:2])}}, "device phone-7: leaf 'weight'"),
+    "missing leaf": ({"updates": [{"weight": model(1)["weight"]}]}, "device 0: the structure differs from params: it lacks leaf 'bias'"),
+    "extra leaf": ({"updates": [{**model(1), "odd": np.zeros(1, np.float32)}]}, "it has leaf 'odd', unknown to params"),
+    "other form": ({"updates": [list(model(1).values())]}, "device 0: the structure differs"),
+    "library": ({"updates": [broken(torch.from_numpy)]}, "device 0: leaf 'weight' must be a NumPy array, got PyTorch"),
+    "no array": ({"updates": [broken(lambda x: 3.0)]}, "device 0: leaf 'weight' must be a NumPy, PyTorch or JAX array, got float"),
+    "NaN": ({"updates": [model(1), broken(with_nan, "bias")]}, "device 1: leaf 'bias' has NaN or infinite entries"),
+    "NaN in params": ({"params": broken(with_nan)}, "params: leaf 'weight' has NaN"),
+    "NaN in the gradient": ({"gradient": broken(with_nan)}, "the gradient: leaf 'weight' has NaN"),
+    "NaN in a probe": ({"gradient": None, "gradients": [model(1), broken(with_nan)]}, "probe 1: leaf 'weight' has NaN"),
+    "no gradient": ({"gradient": None}, "rule 'contextual' needs a gradient"),
+    "no probes": ({"gradient": None, "gradients": []}, "gradients is empty"),
+    "both": ({"gradients": [model(1)]}, "give gradient or gradients, not both"),
+    "no own gradients": ({"rule": fc.folb()}, "rule 'folb' needs the gradient of each update's device"),
+    "own gradients": ({"own_gradients": [model(1)]}, "own_gradients must be one for each of 2 updates, got 1"),
+    "samples": ({"samples": [1]}, "samples must hold 2 numbers, got 1"),
+    "negative samples": ({"samples": [1, -1]}, "samples must be non-negative"),
+    "zero samples": ({"samples": [0, 0]}, "samples must be non-negative and not all zero"),
+    "layers": ({"layers": ["conv"]}, "layers: there is no leaf 'conv', only weight, bias"),
+    "buffers": ({"buffers": ["conv"]}, "buffers: there is no leaf 'conv'"),
+    "nothing measured": ({"buffers": ["weight", "bias"]}, "no floating-point leaf enters the geometry"),
+    "boolean": ({"params": {"mask": np.ones(2, bool)}, "updates": [{"mask": np.ones(2, bool)}]}, "params: leaf 'mask' must be real floating point or integer, got bool"),
+    "overflow": (
+        {"params": np.ones(2, np.float16), "updates": [np.ones(2, np.float16)], "gradient": np.full(2, -6e4, np.float16), "rule": fc.contextual(1e-3)},
+        "overflows float16",
+    ),
+    "null space too large": (
+        {"params": np.zeros(10_001), "updates": [np.zeros(10_001)], "gradient": np.zeros(10_001), "rule": fc.contextual(1.0, "null-space")},
+        "is for at most 10000 parameters, got 10001",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_aggregated_is_named(case):
+    change, message = BAD[case]
+    good = {"params": model(0), "updates": [model(1), model(2)], "gradient": model(3), "rule": RULE}
+    with pytest.raises(FedcontextError, match=message):
+        fc.aggregate(**{**good, **change})

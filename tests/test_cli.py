@@ -1,0 +1,173 @@
+"""The command line: what it prints, what it writes, how it refuses, and what an interrupt leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import fedcontext as fc
+from fedcontext.cli import main
+from fedcontext.datasets import load
+
+PROGRAM = [sys.executable, "-c", "from fedcontext.cli import main; main()"]
+FEW = ("--rounds", "3", "--engine", "reference", "--quiet")
+
+
+def call(*arguments, cwd, **environment):
+    outer = {**os.environ, "NO_COLOR": "1", **environment}
+    return subprocess.run(
+        [*PROGRAM, *map(str, arguments)], cwd=cwd, env=outer, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_version_is_the_packages(tmp_path):
+    assert call("--version", cwd=tmp_path).stdout.strip() == f"fedcontext {fc.__version__}"
+
+
+def test_run_prints_a_table_and_writes_records_and_the_toml_that_repeats_it(tmp_path):
+    first = call("run", *FEW, "--algorithm", "folb", "--epochs", "1..3", "--k2", "5", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "folb" in first.stdout
+    path = Path(first.stdout.split("records: ")[1].strip())
+    head, rounds = fc.read(tmp_path / path)
+    assert head["settings"]["epochs"] == [1, 3]
+    assert [record.number for record in rounds] == [1, 2, 3]
+    again = call("run", path.with_suffix(".toml"), "--quiet", "--out", "again", "--json", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert fc.read(tmp_path / "again" / path.name)[1] == rounds
+    assert json.loads(again.stdout)["loss"] == rounds[-1].loss
+
+
+def test_options_win_over_the_file(tmp_path):
+    (tmp_path / "mine.toml").write_text('rounds = 2\nalgorithm = "fedavg"\nseed = 4\n')
+    done = call("run", "mine.toml", *FEW, "--json", cwd=tmp_path)
+    head, rounds = fc.read(tmp_path / json.loads(done.stdout)["records"])
+    assert len(rounds) == 3
+    assert (head["settings"]["algorithm"], head["settings"]["seed"]) == ("fedavg", 4)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_compare_runs_all_algorithms_and_seeds(tmp_path, jobs):
+    options = ("--algorithms", "fedavg,fedavg-contextual", "--seeds", "0,7", "--jobs", jobs, "--figure", "curves.png")
+    done = call("compare", *FEW, *options, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert list(result) == ["fedavg", "fedavg-contextual"]
+    assert all(len(runs) == 2 for runs in result.values())
+    assert len(list((tmp_path / "runs").glob("*.jsonl"))) == 4
+    assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_algorithms_and_data_are_listed(tmp_path):
+    listed = json.loads(call("algorithms", "--json", cwd=tmp_path).stdout)
+    assert {row["name"]: row["needs"] for row in listed}["folb"] == "own gradients"
+    assert "fedprox-expected" in call("algorithms", cwd=tmp_path).stdout
+    shown = call("data", "list", cwd=tmp_path).stdout
+    assert all(name in shown for name in ("synthetic-1-1", "mnist", "femnist", "leaf:PATH"))
+    (tmp_path / "mnist.npz").touch()
+    where = call("data", "where", "mnist", cwd=tmp_path, FEDCONTEXT_DATA=str(tmp_path))
+    assert str(tmp_path / "mnist.npz") in where.stdout
+
+
+BAD = {
+    "unknown option": (["run", "--speed", "3"], "No such option"),
+    "unknown algorithm": (["run", "--algorithm", "fedsgd"], "algorithm must be one of"),
+    "unknown data set": (["run", "--dataset", "cifar"], "dataset must be one of"),
+    "missing LEAF folder": (["run", "--dataset", "leaf:nowhere"], "no LEAF .json file found"),
+    "negative rounds": (["run", "--rounds", "-1"], "rounds must be a whole number"),
+    "word for a number": (["run", "--rounds", "many"], "Invalid value for '--rounds'"),
+    "too many devices": (["run", "--devices-per-round", "31"], "devices per round must be between 1 and 30"),
+    "k2": (["run", "--k2", "31"], "k2 must be between 0 and 30"),
+    "k2 word": (["run", "--k2", "some"], "k2 must be a whole number"),
+    "epochs": (["run", "--epochs", "5..1"], "epochs must be a range"),
+    "epochs word": (["run", "--epochs", "1-20"], "epochs must be a whole number"),
+    "batch size": (["run", "--batch-size", "0"], "batch_size must be a whole number"),
+    "learning rate": (["run", "--learning-rate", "-1"], "learning_rate must be positive"),
+    "mu": (["run", "--algorithm", "fedprox", "--mu", "-1"], "mu must be 0 or more"),
+    "smoothness": (["run", "--smoothness", "0"], "smoothness must be positive"),
+    "smoothness word": (["run", "--smoothness", "steep"], "smoothness must be"),
+    "averaging": (["run", "--averaging", "median"], "averaging must be mean or samples"),
+    "deadline": (["run", "--deadline", "-1"], "deadline must be"),
+    "engine": (["run", "--engine", "warp"], "engine must be one of"),
+    "fleet": (["run", "--fleet", "warp"], "fleet must be one of"),
+    "no file": (["run", "nowhere.toml"], "nowhere.toml: cannot be read"),
+    "broken file": (["run", "broken.toml"], "broken.toml: cannot be read"),
+    "unknown setting": (["run", "odd.toml"], "unknown settings speed"),
+    "seeds": (["compare", "--seeds", "0,,1"], "seeds must be different values"),
+    "same seed": (["compare", "--seeds", "1,1"], "seeds must be different values"),
+    "algorithms": (["compare", "--algorithms", "fedavg,fedsgd"], "algorithm must be one of"),
+    "picture": (["compare", "--figure", "curves.gif"], "figure must end in"),
+    "experiment": (["reproduce", "everything"], "experiment must be one of"),
+    "no data": (["run", "--dataset", "mnist"], "fedcontext data fetch mnist"),
+    "unknown fetch": (["data", "fetch", "cifar"], "only for mnist, femnist"),
+    "claims without runs": (["reproduce", "claims"], "run `fedcontext reproduce all"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_mistakes_are_named_in_a_line_or_two_and_leave_no_file(tmp_path, case, monkeypatch, capsys):
+    arguments, message = BAD[case]
+    (tmp_path / "broken.toml").write_text("rounds = ")
+    (tmp_path / "odd.toml").write_text("speed = 3")
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDCONTEXT_DATA", str(tmp_path / "none"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    monkeypatch.setattr(sys, "argv", ["fedcontext", *arguments])
+    load.cache_clear()
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    printed = capsys.readouterr()
+    words = " ".join(printed.err.replace("│", " ").split())
+    assert exit_.value.code == 2
+    assert message in words
+    assert len(words) < 500
+    assert printed.out == ""
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_interrupt_leaves_complete_records_behind(tmp_path):
+    command = [*PROGRAM, "run", "--rounds", "100000", "--engine", "reference", "--quiet"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not any(file.read_text().count("\n") > 3 for file in tmp_path.glob("runs/*.jsonl")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    assert "Traceback" not in errors
+    (path,) = tmp_path.glob("runs/*.jsonl")
+    assert path.read_text().endswith("}\n")
+    assert len(fc.read(path)[1]) >= 3
+
+
+def test_the_core_runs_without_any_extra(tmp_path):
+    """Import hooks stand in for an environment that has NumPy, Typer and Rich alone."""
+    blocked = ("matplotlib", "torch", "jax", "numba", "h5py", "ray", "flwr", "plotly", "pandas")
+    script = f"""
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked!r}:
+            raise ImportError(name)
+sys.meta_path.insert(0, Refuse())
+import importlib.util
+from fedcontext.cli import main
+main()
+"""
+    command = [sys.executable, "-c", script, "run", *FEW]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-c", script, "compare", *FEW, "--figure", "a.png"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "matplotlib is not installed: pip install 'fedcontext[plot]'" in " ".join(done.stderr.split())

@@ -1,0 +1,291 @@
+"""Data: the published recipes, the partitioners, LEAF folders, and files that are checked before they are used."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import http.server
+import json
+import tarfile
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedcontext import datasets
+from fedcontext.datasets import files
+from fedcontext.datasets.images import two_digits_each
+from fedcontext.datasets.synthetic import synthetic
+from fedcontext.errors import FedcontextError
+
+
+def test_synthetic_follows_the_published_recipe():
+    data = synthetic(1, 1)
+    sizes = data.train.sizes + data.test.sizes
+    assert (data.population, data.dimension, data.classes) == (30, 60, 10)
+    many = np.concatenate([(d.train.sizes + d.test.sizes) for d in (synthetic(1, 1, seed=s) for s in range(40))])
+    assert sizes.min() >= 50
+    logs = np.log(many - 49)  # sizes are whole parts of lognormal(4, 2), plus 50
+    assert logs.mean() == pytest.approx(4, abs=0.25)
+    assert logs.std() == pytest.approx(2, abs=0.25)
+    big = int(sizes.argmax())
+    features = data.train.features[data.train.rows(big)]
+    np.testing.assert_allclose(features.var(axis=0), np.arange(1, 61) ** -1.2, rtol=0.25)
+
+
+def test_synthetic_iid_devices_share_one_model_and_zero_means():
+    data = synthetic(0, 0, iid=True)
+    features, labels = data.train.features.astype(float), data.train.labels
+    assert np.abs(features.mean(axis=0)).max() < 0.1
+    first = np.array([(labels[data.train.rows(k)] == 0).mean() for k in np.argsort(-data.train.sizes)[:5]])
+    assert first.std() < 0.05  # the same classes everywhere; with (1, 1) they differ
+    other = synthetic(1, 1)
+    parts = [(other.train.labels[other.train.rows(k)] == 0).mean() for k in np.argsort(-other.train.sizes)[:5]]
+    assert np.std(parts) > 0.1
+
+
+def test_names_reach_the_generators():
+    assert datasets.load("synthetic-0.5-0.25").name == "synthetic-0.5-0.25"
+    for name in ("synthetic--1-1", "synthetic-1", "mnists", ""):
+        with pytest.raises(FedcontextError, match="dataset must be one of"):
+            datasets.load(name)
+
+
+def test_every_device_keeps_a_tenth_for_test():
+    data = synthetic(1, 1)
+    share = data.test.sizes / (data.train.sizes + data.test.sizes)
+    assert ((share >= 0.09) & (share <= 0.12)).all()
+
+
+def test_the_fedprox_partition_gives_two_digits_and_a_power_law():
+    labels = np.random.default_rng(0).permutation(np.arange(70_000) % 10)
+    parts = two_digits_each(labels, np.random.default_rng(1))
+    for device, part in enumerate(parts):
+        assert set(labels[part].tolist()) == {device % 10, (device + 1) % 10}
+    everything = np.concatenate(parts)
+    assert len(everything) == len(set(everything.tolist()))
+    sizes = np.array([len(part) for part in parts])
+    assert sizes.min() >= 10
+    assert sizes.mean() == pytest.approx(69, abs=1)
+    assert sizes.std() > 70
+
+
+@pytest.mark.data("mnist")
+def test_mnist_is_standardised_and_spread_over_a_thousand_devices():
+    data = datasets.load("mnist")
+    assert (data.population, data.dimension, data.classes) == (1000, 784, 10)
+    pixels = np.vstack([data.train.features, data.test.features])
+    assert abs(pixels.mean()) < 0.01
+    assert np.isfinite(pixels).all()
+    assert len(data.train.labels) + len(data.test.labels) == pytest.approx(69_000, rel=0.01)
+
+
+@pytest.mark.data("femnist")
+def test_femnist_has_a_device_for_each_writer():
+    data = datasets.load("femnist")
+    assert (data.population, data.dimension, data.classes) == (328, 784, 62)
+    assert data.train.features.min() == 0
+    assert data.train.features.max() == 1
+    assert data.train.features.mean() < 0.5  # ink on paper 0
+    assert len(data.test.labels) / (len(data.train.labels) + len(data.test.labels)) == pytest.approx(0.1, abs=0.02)
+
+
+PARTITIONERS = {
+    "iid": datasets.iid,
+    "shards": functools.partial(datasets.shards, per_device=2),
+    "dirichlet": functools.partial(datasets.dirichlet, alpha=0.2),
+    "power_law": datasets.power_law,
+}
+
+
+@pytest.mark.parametrize("name", PARTITIONERS)
+@given(devices=st.integers(1, 30), samples=st.integers(60, 300), seed=st.integers(0, 100))
+def test_partitions_lose_nothing_share_nothing_and_leave_nobody_empty(name, devices, samples, seed):
+    random = np.random.default_rng(seed)
+    labels = random.integers(0, 5, samples)
+    parts = PARTITIONERS[name](labels, devices, random)
+    assert len(parts) == devices
+    assert min(len(part) for part in parts) >= 1
+    assert sorted(np.concatenate(parts).tolist()) == list(range(samples))
+
+
+@pytest.mark.parametrize("name", PARTITIONERS)
+def test_more_devices_than_samples_are_refused(name):
+    with pytest.raises(FedcontextError, match="cannot be split"):
+        PARTITIONERS[name](np.zeros(3, int), 10, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(
+    ("features", "labels", "parts", "message"),
+    [
+        (np.zeros(4), np.zeros(4, int), [[0]], "features must be a floating"),
+        (np.zeros((4, 2), int), np.zeros(4, int), [[0]], "features must be a floating"),
+        (np.zeros((4, 2)), np.zeros(3, int), [[0]], "labels must have shape"),
+        (np.zeros((4, 2)), np.zeros(4), [[0]], "labels must be whole numbers"),
+        (np.full((4, 2), np.nan), np.zeros(4, int), [[0]], "NaN"),
+        (np.zeros((4, 2)), np.zeros(4, int), [[0], []], "device 1 has no samples"),
+        (np.zeros((4, 2)), np.zeros(4, int), [], "there are no devices"),
+    ],
+)
+def test_arrays_that_cannot_be_trained_on_are_refused(features, labels, parts, message):
+    with pytest.raises(FedcontextError, match=message):
+        datasets.federate(features, labels, [np.array(part, int) for part in parts])
+
+
+def write_leaf(folder, split, users):
+    (folder / split).mkdir(parents=True)
+    content = {"users": list(users), "num_samples": [len(u["y"]) for u in users.values()], "user_data": users}
+    (folder / split / "all.json").write_text(json.dumps(content))
+
+
+def test_leaf_folders_load(tmp_path):
+    write_leaf(
+        tmp_path,
+        "train",
+        {"a": {"x": [[0, 1], [1, 0]], "y": [0, 1]}, "b": {"x": [[1, 1]], "y": [2]}, "c": {"x": [], "y": []}},
+    )
+    write_leaf(tmp_path, "test", {"a": {"x": [[1, 1]], "y": [2]}})
+    data = datasets.load(f"leaf:{tmp_path}")
+    assert (data.population, data.dimension, data.classes) == (2, 2, 3)
+    assert data.train.sizes.tolist() == [2, 1]
+    assert data.test.sizes.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not LEAF JSON"),
+        ('{"users": ["a"]}', "not LEAF JSON"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[1, 2], [3]], "y": [0, 1]}}}', "user a"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [["one"]], "y": [0]}}}', "user a"),
+        (
+            '{"users": ["a", "b"], "user_data": {"a": {"x": [[1]], "y": [0]}, "b": {"x": [[1, 2]], "y": [0]}}}',
+            "different numbers of features",
+        ),
+        ('{"users": [], "user_data": {}}', "no device has training samples"),
+    ],
+)
+def test_broken_leaf_files_are_named(tmp_path, text, message):
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "all.json").write_text(text)
+    with pytest.raises(FedcontextError, match=message):
+        datasets.load(f"leaf:{tmp_path}")
+
+
+def test_a_missing_leaf_folder_is_named(tmp_path):
+    with pytest.raises(FedcontextError, match=r"no LEAF \.json file found"):
+        datasets.load(f"leaf:{tmp_path}/nowhere")
+
+
+@pytest.fixture
+def no_data(tmp_path, monkeypatch):
+    monkeypatch.delenv(files.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_without_files_the_error_says_the_three_ways(no_data):
+    with pytest.raises(FedcontextError) as error:
+        files.find("mnist")
+    for way in ("fedcontext data fetch mnist", "FEDCONTEXT_DATA", "mnist.npz", str(no_data)):
+        assert way in str(error.value)
+
+
+def test_the_users_directory_is_searched_before_the_cache(no_data, monkeypatch):
+    files.cache().mkdir(parents=True)
+    (files.cache() / "mnist.npz").touch()
+    assert files.where("mnist") == files.cache() / "mnist.npz"
+    own = no_data / "own"
+    own.mkdir()
+    monkeypatch.setenv(files.VARIABLE, str(own))
+    assert files.where("mnist") == files.cache() / "mnist.npz"
+    (own / "mnist.npz").touch()
+    assert files.where("mnist") == own / "mnist.npz"
+
+
+@pytest.fixture
+def publisher(no_data, monkeypatch):
+    """Serve a folder on loopback; the function returned makes a file of it a source, with its hash or another."""
+    folder = no_data / "published"
+    folder.mkdir()
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    monkeypatch.setattr(http.server.SimpleHTTPRequestHandler, "log_message", lambda *args: None)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def publish(name, path, sha256=None):
+        digest = hashlib.sha256(path.read_bytes()).hexdigest() if sha256 is None else sha256
+        known = files.SOURCES[name]
+        url = f"http://127.0.0.1:{server.server_port}/{path.name}"
+        monkeypatch.setitem(files.SOURCES, name, files.Source(known.names, url, digest, known.about))
+
+    yield folder, publish
+    server.shutdown()
+
+
+def test_a_download_is_kept_only_if_its_hash_is_right(publisher):
+    folder, publish = publisher
+    (folder / "mnist.npz").write_bytes(b"digits")
+    publish("mnist", folder / "mnist.npz", sha256="0" * 64)
+    with pytest.raises(FedcontextError, match="SHA-256 must be 0000"):
+        files.fetch("mnist")
+    assert list(files.cache().iterdir()) == []
+    publish("mnist", folder / "mnist.npz")
+    seen = []
+    path = files.fetch("mnist", lambda done, total: seen.append((done, total)))
+    assert path.read_bytes() == b"digits"
+    assert seen == [(6, 6)]
+    assert files.find("mnist") == path
+
+
+def test_an_unreachable_publisher_is_a_clear_error(publisher, monkeypatch):
+    folder, publish = publisher
+    (folder / "mnist.npz").write_bytes(b"digits")
+    publish("mnist", folder / "mnist.npz")
+    (folder / "mnist.npz").unlink()
+    with pytest.raises(FedcontextError, match="cannot be downloaded"):
+        files.fetch("mnist")
+
+
+def test_the_published_femnist_archive_is_unpacked_and_loads(publisher):
+    h5py = pytest.importorskip("h5py")
+    folder, publish = publisher
+    random = np.random.default_rng(0)
+    for split in ("train", "test"):
+        with h5py.File(folder / f"fed_emnist_{split}.h5", "w") as file:
+            for writer in ("f0000_14", "f0001_41"):
+                file[f"examples/{writer}/pixels"] = random.random((3, 28, 28), dtype=np.float32)
+                file[f"examples/{writer}/label"] = np.array([0, 35, 61], np.int32)
+    with tarfile.open(folder / "fed_emnist.tar.bz2", "w:bz2") as tar:
+        for split in ("train", "test"):
+            tar.add(folder / f"fed_emnist_{split}.h5", arcname=f"fed_emnist_{split}.h5")
+    publish("femnist", folder / "fed_emnist.tar.bz2")
+    assert files.fetch("femnist").name == "femnist.npz"
+    datasets.load.cache_clear()
+    data = datasets.load("femnist")
+    datasets.load.cache_clear()
+    assert (data.population, data.train.sizes.tolist(), data.test.sizes.tolist()) == (2, [3, 3], [3, 3])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": np.zeros((2, 28, 28), np.uint8)}, "lacks y"),
+        ({"x": np.zeros((2, 27, 28), np.uint8), "y": np.zeros(2)}, "x must be numbers of shape"),
+        ({"x": np.zeros((2, 28, 28), np.uint8), "y": np.zeros(3)}, "different lengths"),
+        ({"x": np.zeros((2, 28, 28), np.uint8), "y": np.array([{}, {}])}, "y must be numbers of shape"),
+    ],
+)
+def test_files_are_checked_before_they_are_loaded(tmp_path, arrays, message):
+    np.savez(tmp_path / "data.npz", **arrays)
+    with pytest.raises(FedcontextError, match=message):
+        files.read_arrays(tmp_path / "data.npz", {"x": (-1, 28, 28), "y": (-1,)})
+
+
+def test_a_file_that_is_no_archive_is_named(tmp_path):
+    (tmp_path / "data.npz").write_bytes(b"not a zip")
+    with pytest.raises(FedcontextError, match=r"data\.npz: not readable"):
+        files.read_arrays(tmp_path / "data.npz", {"x": (-1,)})

@@ -1,0 +1,225 @@
+"""The fast engine does the reference engine's work: same draws, same updates, same records."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fedcontext as fc
+from fedcontext import plan
+from fedcontext.cohorts import Work, engine_named, fast, threads
+from fedcontext.cohorts.draws import compiled_orders
+from fedcontext.cohorts.fast import SoftmaxFast
+from fedcontext.cohorts.softmax import SoftmaxReference
+from fedcontext.datasets.federated import FederatedData, join
+from fedcontext.local import Local
+
+TOLERANCE = {np.float32: 2e-4, np.float64: 1e-10}
+
+
+def data_of(sizes=(1, 7, 30, 12), dimension=6, classes=3, seed=0, dtype=np.float64):
+    random = np.random.default_rng(seed)
+    sides = [
+        join(
+            [
+                (random.standard_normal((size, dimension)).astype(dtype), random.integers(0, classes, size))
+                for size in counts
+            ]
+        )
+        for counts in (sizes, [2] * len(sizes))
+    ]
+    return FederatedData("drawn", sides[0], sides[1], classes)
+
+
+def work_of(devices, epochs, local, seed=0, number=1):
+    return Work(seed, number, np.array(devices), np.array(epochs), local)
+
+
+def somewhere(engine, seed=0, scale=0.1):
+    start = engine.start()
+    return (scale * np.random.default_rng(seed).standard_normal(start.shape)).astype(start.dtype)
+
+
+def agree(ours, theirs, tolerance):
+    for own, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(own, other, rtol=0, atol=tolerance * max(1e-3, np.abs(other).max()))
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 2**70),
+    number=st.integers(0, 2**33),
+    device=st.integers(0, 2**20),
+    samples=st.integers(1, 300),
+    epochs=st.integers(1, 4),
+)
+def test_compiled_draws_are_the_plans_own(seed, number, device, samples, epochs):
+    drawn = compiled_orders()
+    assert drawn is not plan.orders
+    given = (seed, number, device, samples, epochs)
+    assert np.array_equal(drawn(*given), plan.orders(*given))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@settings(deadline=None, max_examples=40)
+@given(
+    classes=st.integers(2, 100),
+    dimension=st.integers(1, 40),
+    batch=st.integers(1, 40),
+    epochs=st.lists(st.integers(1, 6), min_size=4, max_size=4),
+    mu=st.sampled_from([0, 0.0, 0.1, 1.0]),
+    seed=st.integers(0, 5),
+)
+def test_every_update_is_the_references(dtype, classes, dimension, batch, epochs, mu, seed):
+    data = data_of(dimension=dimension, classes=classes, seed=seed)
+    ours, theirs = SoftmaxFast(data, dtype), SoftmaxReference(data, dtype)
+    params, work = somewhere(ours, seed), work_of([2, 0, 3, 1], epochs, Local(0.1, batch, mu), seed)
+    agree(ours.train(params, work), theirs.train(params, work), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("spans", [True, False])
+@pytest.mark.parametrize("mu", [0.0, 0.5])
+def test_the_span_of_the_samples_and_the_features_give_the_same_steps(spans, mu, monkeypatch):
+    data = data_of()
+    ours, theirs = SoftmaxFast(data, np.float64), SoftmaxReference(data, np.float64)
+    monkeypatch.setattr(ours, "_spans", lambda *_: spans)
+    params, work = somewhere(ours), work_of([0, 1, 2, 3], [5, 5, 5, 5], Local(0.2, 4, mu))
+    for _ in range(2):  # the second time with the inner products kept
+        agree(ours.train(params, work), theirs.train(params, work), 1e-10)
+    assert bool(ours._grams) == spans
+
+
+def test_both_ways_are_taken_where_they_pay():
+    engine = SoftmaxFast(data_of(dimension=200))
+    assert engine._spans(device=2, count=30, epochs=20)
+    assert not engine._spans(device=2, count=30, epochs=1)
+    assert not engine._spans(device=2, count=10_000, epochs=20)
+
+
+def test_inner_products_are_kept_within_their_bound(monkeypatch):
+    monkeypatch.setattr(fast, "GRAM_BYTES", 30 * 30 * 8)
+    engine = SoftmaxFast(data_of(), np.float64)
+    monkeypatch.setattr(engine, "_spans", lambda *_: True)
+    engine.train(engine.start(), work_of([2, 1, 3, 0], [2, 2, 2, 2], Local(0.1, 5)))
+    assert sum(kept.nbytes for kept in engine._grams.values()) <= 30 * 30 * 8
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_gradients_losses_and_accuracy_are_the_references(dtype, monkeypatch):
+    monkeypatch.setattr(fast, "ROWS", 16)
+    data, devices, everyone = data_of(classes=5), np.array([3, 0]), np.arange(4)
+    ours, theirs = SoftmaxFast(data, dtype), SoftmaxReference(data, dtype)
+    params, tolerance = somewhere(ours, scale=1.0), TOLERANCE[dtype]
+    agree(ours.gradients(params, devices), theirs.gradients(params, devices), tolerance)
+    for chosen, weights in ((devices, [0.3, 0.7]), (everyone, [0.1, 0.2, 0.3, 0.4]), (everyone, [0.25] * 4)):
+        given = (params, chosen, np.array(weights))
+        agree([ours.gradient(*given)], [theirs.gradient(*given)], tolerance)
+    loss, accuracy = ours.evaluate(params)
+    assert (loss, accuracy) == (pytest.approx(theirs.evaluate(params)[0], rel=tolerance), theirs.evaluate(params)[1])
+
+
+def test_a_gradient_taken_along_by_evaluation_is_the_one_asked_for(monkeypatch):
+    data, everyone, even = data_of(), np.arange(4), np.full(4, 0.25)
+    ours, theirs = SoftmaxFast(data, np.float64), SoftmaxReference(data, np.float64)
+    passes, sweep = [], fast._sweep
+    monkeypatch.setattr(fast, "_sweep", lambda split, *rest: passes.append(split) or sweep(split, *rest))
+    for seed in range(3):
+        params = somewhere(ours, seed)
+        assert ours.evaluate(params)[0] == pytest.approx(theirs.evaluate(params)[0])
+        agree([ours.gradient(params, everyone, even)], [theirs.gradient(params, everyone, even)], 1e-10)
+    assert sum(split is ours.train_split for split in passes) == 4  # one pass a round, and one to learn the habit
+    params += 1  # a change in place is noticed
+    agree([ours.gradient(params, everyone, even)], [theirs.gradient(params, everyone, even)], 1e-10)
+    other = np.array([0.7, 0.1, 0.1, 0.1])
+    agree([ours.gradient(params, everyone, other)], [theirs.gradient(params, everyone, other)], 1e-10)
+
+
+def test_a_gradient_nobody_asks_for_is_no_longer_taken_along():
+    engine = SoftmaxFast(data_of())
+    engine.gradient(engine.start(), np.arange(4), np.full(4, 0.25))
+    engine.evaluate(engine.start())
+    assert engine._factors is not None
+    engine.evaluate(engine.start())
+    assert engine._factors is None
+
+
+@pytest.mark.parametrize("algorithm", fc.ALGORITHMS)
+@pytest.mark.parametrize("k2", [0, 7, "N"])
+def test_every_algorithm_has_the_references_records(algorithm, k2):
+    made = fc.prepare(fc.Experiment(algorithm=algorithm, rounds=4, k2=k2, pool=5))
+    engines = [kind(made.data, np.float64) for kind in (SoftmaxReference, SoftmaxFast)]
+    theirs, ours = (list(dataclasses.replace(made, engine=engine).play()) for engine in engines)
+    for (_, expected), (_, record) in zip(theirs, ours, strict=True):
+        for name, value in dataclasses.asdict(expected).items():
+            same = pytest.approx(value, rel=1e-6, abs=1e-9, nan_ok=True) if _numeric(value) else value
+            assert getattr(record, name) == same, name
+
+
+@pytest.mark.parametrize("engine", ["reference", "fast"])
+def test_the_engine_is_one_word(engine):
+    records = list(fc.rounds(dataset="synthetic-iid", algorithm="fedavg-contextual", rounds=3, engine=engine))
+    assert records[-1].loss == pytest.approx(list(fc.rounds(dataset="synthetic-iid", rounds=3))[-1].loss, rel=1e-4)
+
+
+def _numeric(value):
+    return isinstance(value, float) or (isinstance(value, list) and any(isinstance(each, float) for each in value))
+
+
+def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
+    data, local = data_of(sizes=(40, 3, 9, 25, 60, 1)), Local(0.1, 4, 0.1)
+    engine = SoftmaxFast(data)
+    params, work = somewhere(engine), work_of(range(6), [3, 1, 9, 2, 4, 5], local)
+    many = engine.train(params, work), engine.evaluate(params)
+    monkeypatch.setattr(threads, "workers", lambda: 1)
+    alone = SoftmaxFast(data)
+    assert all(np.array_equal(a, b) for a, b in zip(many[0], alone.train(params, work), strict=True))
+    assert many[1] == alone.evaluate(params)
+
+
+def test_an_error_in_a_task_reaches_the_caller():
+    with pytest.raises(ZeroDivisionError):
+        threads.on_all_cores(lambda number: 1 / number, [1, 2, 0, 4])
+
+
+@pytest.mark.parametrize("engine", ["reference", "fast"])
+def test_a_device_whose_loss_turns_nan_is_named_and_nothing_is_aggregated(engine):
+    data = data_of(sizes=(20, 20, 20), dtype=np.float32)
+    data.train.features[data.train.rows(1)] *= np.float32(1e30)
+    rounds = fc.rounds(data=data, algorithm="fedavg", devices_per_round=3, learning_rate=1e10, rounds=1, engine=engine)
+    with pytest.raises(fc.FedcontextError, match=r"device 1: .* NaN"), np.errstate(all="ignore"):
+        list(rounds)
+
+
+@pytest.mark.parametrize("engine", ["reference", "fast"])
+def test_data_that_cannot_be_trained_on_is_refused_at_the_door(engine):
+    whole = data_of()
+    holed = dataclasses.replace(whole, train=dataclasses.replace(whole.train, offsets=np.array([0, 1, 1, 38, 50])))
+    with pytest.raises(fc.FedcontextError, match="device 1 has no training samples"):
+        engine_named(engine, holed)
+    with pytest.raises(fc.FedcontextError, match="train labels must be from 0 to 1, got 0 to 2"):
+        engine_named(engine, dataclasses.replace(whole, classes=2))
+    narrow = dataclasses.replace(whole.test, features=whole.test.features[:, :3])
+    with pytest.raises(fc.FedcontextError, match=r"test features must be \(8, 6\), got \(8, 3\)"):
+        engine_named(engine, dataclasses.replace(whole, test=narrow))
+
+
+def test_params_of_another_shape_are_refused():
+    engine = SoftmaxFast(data_of())
+    with pytest.raises(fc.FedcontextError, match=r"params must be float32 \(7, 3\), got float64 \(2,\)"):
+        engine.evaluate(np.zeros(2))
+
+
+def test_a_missing_numba_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "numba", None)
+    with pytest.raises(fc.MissingExtra, match=r"fedcontext\[fast\]"):
+        engine_named("fast", data_of())
+
+
+def test_a_device_with_an_empty_test_side_counts_for_nothing():
+    data = data_of()
+    bare = dataclasses.replace(data, test=join([(np.zeros((0, 6)), np.zeros(0, int))] * 4))
+    loss, accuracy = engine_named("fast", bare).evaluate(np.zeros((7, 3), np.float32))
+    assert (loss, accuracy) == (pytest.approx(math.log(3)), 0)

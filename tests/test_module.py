@@ -1,0 +1,369 @@
+"""Any torch.nn.Module: the two ways agree with each other, with the reference engine and with plain PyTorch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedcontext as fc
+from fedcontext.cohorts import Work, stage
+from fedcontext.cohorts.convolutions import converted
+from fedcontext.cohorts.models import cnn, logistic, resnet18
+from fedcontext.cohorts.module import ModuleEngine
+from fedcontext.cohorts.softmax import SoftmaxReference
+from fedcontext.datasets.federated import FederatedData, join
+from fedcontext.local import Local
+
+LOCALS = {
+    "sgd": Local(0.05, 4),
+    "proximal": Local(0.05, 4, mu=0.5),
+    "momentum": Local(0.05, 4, momentum=0.9),
+    "decay": Local(0.05, 4, weight_decay=0.1),
+    "clip": Local(0.05, 4, clip=0.1),
+    "all": Local(0.05, 4, mu=0.3, momentum=0.8, weight_decay=0.05, clip=0.5),
+    "batch above the data": Local(0.05, 1000),
+}
+CPU = {"device": "cpu"}
+torch.set_num_threads(1)  # more would fight over small products
+
+
+def some_data(sizes=(7, 1, 12, 4, 9, 30), dimension=6, classes=3, seed=0):
+    random = np.random.default_rng(seed)
+    parts = [(random.standard_normal((n, dimension)), random.integers(0, classes, n)) for n in sizes]
+    split = join([(features.astype(np.float32), labels) for features, labels in parts])
+    return FederatedData("some", split, split, classes)
+
+
+def some_work(local=LOCALS["sgd"], devices=(4, 0, 1, 5, 2), epochs=(2, 1, 3, 1, 2)):
+    return Work(seed=3, number=2, devices=np.array(devices), epochs=np.array(epochs), local=local)
+
+
+def perceptron(dimension=6, classes=3):
+    return nn.Sequential(nn.Linear(dimension, 8), nn.Tanh(), nn.Linear(8, classes))
+
+
+def flat(moves):
+    return torch.cat([leaf.double().reshape(-1) for leaf in moves.values()])
+
+
+def distance(ours, theirs):
+    """Return the largest relative distance between updates."""
+    return max(float((flat(a) - flat(b)).norm() / flat(b).norm()) for a, b in zip(ours, theirs, strict=True))
+
+
+def two_ways(data, module, **options):
+    return [ModuleEngine(data, module, at_once=at_once, **CPU, **options) for at_once in (True, False)]
+
+
+@pytest.mark.parametrize("name", LOCALS)
+def test_both_ways_give_the_same_updates(name):
+    at_once, one_by_one = two_ways(some_data(), perceptron)
+    params, work = at_once.start(), some_work(LOCALS[name])
+    assert distance(at_once.train(params, work), one_by_one.train(params, work)) < 1e-5
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_chunks_change_nothing(chunk):
+    whole, cut = ModuleEngine(some_data(), perceptron, at_once=True, **CPU), None
+    cut = ModuleEngine(some_data(), perceptron, at_once=True, chunk=chunk, **CPU)
+    for number in (1, 2):  # the second round reuses the places of the first
+        work = Work(3, number, np.arange(5), np.array([1, 4, 2, 1, 3]), LOCALS["all"])
+        assert distance(cut.train(whole.start(), work), whole.train(whole.start(), work)) < 1e-6
+
+
+def warmed_up(step, others):
+    """Return ``step`` after the warm-up that recording it would take."""
+    for _ in range(stage.WARM_UP):
+        step()
+    return step
+
+
+def test_warming_up_a_recorded_step_leaves_no_trace(monkeypatch):
+    monkeypatch.setattr(stage, "_graph", warmed_up)
+    plain, recorded = (ModuleEngine(some_data(), perceptron, at_once=True, speed=s, **CPU) for s in ("plain", "graph"))
+    for number in (1, 2):
+        work = Work(3, number, np.arange(5), np.array([1, 4, 2, 1, 3]), LOCALS["all"])
+        assert distance(recorded.train(plain.start(), work), plain.train(plain.start(), work)) < 1e-6
+    assert recorded.stacked.speed == "graph"
+
+
+def test_a_step_can_be_compiled(monkeypatch):
+    monkeypatch.setattr(stage, "_graph", warmed_up)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # traced, without a compiler
+    plain, compiled = (
+        ModuleEngine(some_data(), perceptron, at_once=True, speed=s, **CPU) for s in ("plain", "compile")
+    )
+    params = plain.start()
+    assert (
+        distance(compiled.train(params, some_work(LOCALS["all"])), plain.train(params, some_work(LOCALS["all"]))) < 1e-6
+    )
+    assert compiled.stacked.speed == "compile"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("speed", ["plain", "graph", "compile"])
+@pytest.mark.parametrize("name", ["sgd", "all"])
+def test_a_gpu_trains_as_one_by_one_on_a_cpu(speed, name):
+    make, data = partial(cnn, (1, 8, 8), 3), some_data(dimension=64)
+    fast = ModuleEngine(data, make, input_shape=(1, 8, 8), device="cuda", speed=speed)
+    slow = ModuleEngine(data, make, input_shape=(1, 8, 8), **CPU)
+    for number in (1, 2):
+        work = Work(3, number, np.arange(5), np.array([1, 4, 2, 1, 3]), LOCALS[name])
+        moves = fast.train({name: leaf.cuda() for name, leaf in slow.start().items()}, work)
+        moves = [{name: leaf.cpu() for name, leaf in each.items()} for each in moves]
+        assert distance(moves, slow.train(slow.start(), work)) < 1e-4
+    assert fast.at_once
+    assert fast.stacked.speed == speed
+
+
+def test_another_cohort_and_learning_rate_reuse_places_without_traces():
+    used, fresh = (ModuleEngine(some_data(), perceptron, at_once=True, **CPU) for _ in range(2))
+    params = used.start()
+    used.train(params, some_work(LOCALS["all"]))
+    places = used.stacked.stage
+    later = some_work(replace(LOCALS["all"], learning_rate=0.01), devices=(2, 3), epochs=(1, 2))
+    assert distance(used.train(params, later), fresh.train(params, later)) < 1e-6
+    assert used.stacked.stage is places
+
+
+def test_local_training_is_what_torch_optim_does():
+    data, local = some_data(sizes=(5,)), Local(0.1, 5, momentum=0.9, weight_decay=0.01)
+    module = perceptron()
+    engine = ModuleEngine(data, module, at_once=True, **CPU)
+    optimiser = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    params = engine.start()
+    (moves,) = engine.train(params, some_work(local, devices=(0,), epochs=(3,)))
+    for _ in range(3):  # a full batch: its order does not matter
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(
+            module(torch.from_numpy(data.train.features)), torch.from_numpy(data.train.labels)
+        ).backward()
+        optimiser.step()
+    theirs = {name: leaf.detach() - params[name] for name, leaf in module.named_parameters()}
+    assert distance([moves], [theirs]) < 1e-5
+
+
+def as_matrix(leaves):
+    """Return a logistic module's leaves as the reference engine's (d + 1, C) matrix."""
+    weight, bias = (leaves[name].double().numpy() for name in ("1.weight", "1.bias"))
+    return np.vstack([weight.T, bias])
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("mu", [0.0, 0.7])
+def test_logistic_regression_matches_the_reference_engine_to_rounding(at_once, mu):
+    data, local = some_data(), Local(0.1, 4, mu=mu)
+    reference = SoftmaxReference(data, np.float64)
+    engine = ModuleEngine(data, logistic((6,), 3).double(), at_once=at_once, **CPU)
+    random = np.random.default_rng(1)
+    params = {name: torch.from_numpy(random.standard_normal(leaf.shape)) for name, leaf in engine.start().items()}
+    base, devices, weights = as_matrix(params), np.array([5, 1, 2]), np.array([0.5, 0.2, 0.3])
+    for ours, theirs in zip(
+        engine.train(params, some_work(local)), reference.train(base, some_work(local)), strict=True
+    ):
+        np.testing.assert_allclose(as_matrix(ours), theirs, atol=1e-13)
+    for ours, theirs in zip(engine.gradients(params, devices), reference.gradients(base, devices), strict=True):
+        np.testing.assert_allclose(as_matrix(ours), theirs, atol=1e-14)
+    mean = as_matrix(engine.gradient(params, devices, weights))
+    np.testing.assert_allclose(mean, reference.gradient(base, devices, weights), atol=1e-14)
+    np.testing.assert_allclose(engine.evaluate(params), reference.evaluate(base), rtol=1e-12)
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedprox", "folb", "fedavg-contextual", "fedprox-expected"])
+@pytest.mark.parametrize("k2", [0, "N"])
+def test_whole_runs_match_the_reference_engine(algorithm, k2):
+    data = some_data(sizes=range(1, 40, 3))
+    settings = {"algorithm": algorithm, "rounds": 3, "devices_per_round": 5, "epochs": (1, 3), "k2": k2, "pool": 4}
+    settings |= {"learning_rate": 0.1, "data": data}
+    theirs = list(fc.rounds(**settings, engine="reference"))
+    ours = list(fc.rounds(**settings, engine="module", model="logistic", device="cpu"))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.devices == other.devices
+        assert one.loss == pytest.approx(other.loss, rel=1e-5)
+        np.testing.assert_allclose(one.weights, other.weights, rtol=1e-3, atol=1e-3)
+
+
+def test_momentum_decay_and_clipping_reach_a_run():
+    settings = {"algorithm": "fedavg", "rounds": 1, "devices_per_round": 5, "data": some_data(), "engine": "module"}
+    losses = {next(iter(fc.rounds(**settings, device="cpu"))).loss}
+    for more in ({"momentum": 0.9}, {"weight_decay": 0.5}, {"clip": 0.01}):
+        losses.add(next(iter(fc.rounds(**settings, **more, device="cpu"))).loss)
+    assert len(losses) == 4
+
+
+def test_measured_smoothness_is_the_reference_engines():
+    settings = {"dataset": "synthetic-iid", "rounds": 1, "smoothness": "measured", "epochs": (1, 1)}
+    (theirs,) = fc.rounds(**settings, engine="reference")
+    (ours,) = fc.rounds(**settings, engine="module", device="cpu")
+    assert ours.smoothness == pytest.approx(theirs.smoothness, rel=0.03)
+
+
+IMAGES = {"cnn": (cnn, (1, 8, 8)), "resnet18": (resnet18, (1, 8, 8))}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_image_models_train_the_same_both_ways(name):
+    make, shape = IMAGES[name]
+    data = some_data(sizes=(5, 3), dimension=64)
+    at_once, one_by_one = two_ways(data, partial(make, shape, 3), input_shape=shape)
+    params, work = at_once.start(), some_work(Local(0.01, 3), devices=(0, 1), epochs=(1, 2))
+    assert distance(at_once.train(params, work), one_by_one.train(params, work)) < 1e-4
+    devices = np.array([1, 0])
+    assert distance(at_once.gradients(params, devices), one_by_one.gradients(params, devices)) < 1e-4
+
+
+@pytest.mark.parametrize("way", ["unfold", "slices"])
+@pytest.mark.parametrize(
+    "options", [{}, {"stride": 2}, {"padding": 1}, {"dilation": 2, "bias": False}, {"stride": 3, "padding": 2}]
+)
+def test_convolutions_as_products_give_the_same_numbers(way, options):
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 11, 9, generator=random, dtype=torch.float64)
+    layer = nn.Conv2d(3, 4, (3, 2), **options).double()
+    expected = layer(x)
+    torch.testing.assert_close(converted(layer, way)(x), expected)
+
+
+@pytest.mark.parametrize("way", ["unfold", "slices"])
+def test_convolutions_as_products_train_the_same(way):
+    make, data = partial(cnn, (1, 8, 8), 3), some_data(sizes=(5, 3), dimension=64)
+    options = {"input_shape": (1, 8, 8), "at_once": True, **CPU}
+    products, library = (ModuleEngine(data, make, convolutions=c, **options) for c in (way, "library"))
+    work = some_work(Local(0.01, 3), devices=(0, 1), epochs=(1, 2))
+    assert distance(products.train(products.start(), work), library.train(library.start(), work)) < 1e-5
+
+
+def test_bfloat16_is_near_full_precision_and_keeps_params_in_it():
+    data, work = some_data(), some_work()
+    low, full = (ModuleEngine(data, perceptron, at_once=True, precision=p, **CPU) for p in ("bfloat16", "full"))
+    moves = low.train(low.start(), work)
+    assert {leaf.dtype for leaf in moves[0].values()} == {torch.float32}
+    assert 1e-5 < distance(moves, full.train(full.start(), work)) < 0.05
+
+
+def test_the_start_follows_the_seed_and_leaves_global_randomness_alone():
+    before = torch.get_rng_state()
+    first, again, other = (ModuleEngine(some_data(), perceptron, seed=s, **CPU).start() for s in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(flat(first), flat(again))
+    assert not torch.equal(flat(first), flat(other))
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_dropout_trains_and_repeats_itself(at_once):
+    module = nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.5), nn.Linear(32, 3))
+    before = torch.get_rng_state()
+    engine = ModuleEngine(some_data(), module, at_once=at_once, **CPU)
+    first, again = (engine.train(engine.start(), some_work()) for _ in range(2))
+    assert distance(first, again) == 0
+    still = ModuleEngine(some_data(), nn.Sequential(module[0], nn.Dropout(0), module[2]), at_once=at_once, **CPU)
+    assert distance(first, still.train(engine.start(), some_work())) > 0.01
+    assert engine.evaluate(engine.start()) == engine.evaluate(engine.start())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def with_batch_norm():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def test_batch_norm_trains_one_by_one_and_its_buffers_are_averaged():
+    engine = ModuleEngine(some_data(sizes=(8, 8, 12)), with_batch_norm, **CPU)
+    params = engine.start()
+    updates = engine.train(params, some_work(devices=(0, 2), epochs=(1, 1)))
+    assert set(engine.buffers) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert list(updates[0]) == list(params)
+    assert [int(moves["1.num_batches_tracked"]) for moves in updates] == [2, 3]
+    result = fc.aggregate(
+        params,
+        updates,
+        rule=fc.contextual(smoothness=10),
+        gradient=engine.gradient(params, np.arange(3), np.full(3, 1 / 3)),
+        buffers=engine.buffers,
+    )
+    halfway = params["1.running_mean"] + (updates[0]["1.running_mean"] + updates[1]["1.running_mean"]) / 2
+    torch.testing.assert_close(result.params["1.running_mean"], halfway)
+
+
+def test_a_whole_run_with_batch_norm_improves():
+    data = fc.load("synthetic-iid")
+    module = nn.Sequential(nn.Linear(60, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
+    settings = {"algorithm": "fedavg", "rounds": 3, "epochs": (1, 2), "batch_size": 10_000}
+    simulation = fc.prepare(fc.Experiment(**settings), data, ModuleEngine(data, module, **CPU))
+    losses = [record.loss for _, record in simulation.play()]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_frozen_parameters_and_constant_buffers_stay(at_once):
+    module = perceptron()
+    module[0].weight.requires_grad_(False)
+    module.register_buffer("scale", torch.ones(2))
+    engine = ModuleEngine(some_data(), module, at_once=at_once, **CPU)
+    moves = engine.train(engine.start(), some_work())[0]
+    assert engine.buffers == ["0.weight", "scale"]
+    assert not moves["0.weight"].any()
+    assert not moves["scale"].any()
+    assert moves["2.weight"].any()
+
+
+class Tied(nn.Module):
+    """One matrix used twice, and one that is never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.idle = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(2, 2)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def test_tied_and_unused_parameters_train_the_same_both_ways():
+    at_once, one_by_one = two_ways(some_data(), Tied)
+    params, work = at_once.start(), some_work(LOCALS["all"])
+    assert "second.weight" not in params
+    assert distance(at_once.train(params, work), one_by_one.train(params, work)) < 1e-5
+
+
+def test_a_loss_of_ones_own_is_used():
+    def squares(outputs, labels):
+        return (outputs - torch.eye(3)[labels]).square().sum(dim=1)
+
+    ways = two_ways(some_data(), perceptron, loss=squares)
+    params = ways[0].start()
+    moved = [engine.train(params, some_work()) for engine in ways]
+    assert distance(*moved) < 1e-5
+    assert distance(moved[0], two_ways(some_data(), perceptron)[0].train(params, some_work())) > 0.1
+
+
+def test_the_module_given_is_never_changed():
+    module = perceptron()
+    before = flat(module.state_dict())
+    engine = ModuleEngine(some_data(), module, **CPU)
+    engine.train(engine.start(), some_work())
+    assert torch.equal(flat(module.state_dict()), before)
+
+
+@pytest.mark.parametrize("model", ["cnn", "resnet18"])
+def test_a_model_of_the_table_runs_by_its_name(model):
+    settings = {"algorithm": "fedavg-contextual", "rounds": 2, "epochs": (1, 1), "devices_per_round": 2, "k2": 0}
+    experiment = fc.Experiment(**settings, model=model, device="cpu", learning_rate=0.05)
+    assert experiment.engine == "module"
+    records = [record for _, record in fc.prepare(experiment, some_data(sizes=(6, 5, 4), dimension=64)).play()]
+    assert all(np.isfinite(record.loss) for record in records)
+    assert records[0].promised_change < 0
+
+
+def test_the_documents_example_learns():
+    text = (Path(__file__).parent.parent / "docs" / "modules.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict = {}
+    exec(block, names)
+    assert names["records"][-1].loss < names["records"][0].loss

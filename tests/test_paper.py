@@ -1,0 +1,86 @@
+"""The paper's experiments: complete, shared where they can be, and judged from records alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import fedcontext as fc
+from fedcontext.paper import document
+from fedcontext.paper.claims import judge
+from fedcontext.paper.experiments import SEEDS, STUDIES, runs_of, study_named
+from fedcontext.paper.reproduce import carry_out, draw, missing_runs, open_book
+
+
+def test_the_experiments_are_the_papers():
+    variants = runs_of(study_named("variants").lines)
+    assert {run.k2 for run in variants} == {"N", 50, 20, 10, 0}
+    assert {run.dataset for run in variants} == {"mnist"}
+    rounds = runs_of(study_named("rounds").lines)
+    assert {run.dataset for run in rounds} == {"mnist", "femnist", "synthetic-iid", "synthetic-1-1"}
+    everyone = [run for study in STUDIES.values() for run in runs_of(study.lines)]
+    assert all(run.devices_per_round == 10 and run.epochs == (1, 20) for run in everyone)
+    assert {run.seed for run in everyone} == set(SEEDS)
+    assert len(SEEDS) >= 3
+    assert {"mean", "samples"} == {run.averaging for run in everyone}
+    assert {"1/lr", "measured"} == {run.smoothness for run in everyone}
+
+
+def synthetic_study(name):
+    """The study with every data set replaced by a generated one, so that it needs no files."""
+    study = study_named(name)
+    lines = [
+        dataclasses.replace(line, settings=tuple(dict(line.settings, dataset="synthetic-iid").items()))
+        for line in study.quick_lines()
+        if line.panel in ("μ = 0.1", "MNIST") and line.label != "K2 = 50"  # there are 30 devices
+    ]
+    return dataclasses.replace(study, lines=tuple(lines))
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_runs_once_and_draws_its_pictures(tmp_path, name):
+    study = synthetic_study(name)
+    todo = missing_runs(study.lines, tmp_path, quick=True)
+    assert todo
+    carry_out(todo, tmp_path, 1, lambda experiment, record: None)
+    assert missing_runs(study.lines, tmp_path, quick=True) == []
+    pictures = draw(study, open_book(study.lines, tmp_path, quick=True), tmp_path / "figures")
+    for path in pictures:
+        assert path.read_bytes()[1:4] == b"PNG"
+        assert path.with_suffix(".pdf").read_bytes()[:4] == b"%PDF"
+
+
+def made_up_book(contextual_loss, other_loss):
+    """Records in which the contextual versions have one loss throughout, and all else another."""
+
+    def run(line):
+        loss = contextual_loss if "contextual" in dict(line.settings)["algorithm"] else other_loss
+        return [
+            fc.RoundRecord(n, loss, 1 - loss / 2, [0, 1], [0.5, 0.1 * n], -0.1, -0.01, 1.0, 1.0, 1.0, 1.0, 1, 1)
+            for n in range(1, 25)
+        ]
+
+    return {line: [run(line) for _ in SEEDS] for study in STUDIES.values() for line in study.lines}
+
+
+def test_claims_are_judged_from_the_records():
+    good = {claim.text: claim.verdict for claim in judge(made_up_book(0.2, 1.2))}
+    bad = {claim.text: claim.verdict for claim in judge(made_up_book(1.2, 0.2))}
+    better = "the contextual versions are always better than FedAvg, FedProx and FOLB: lower loss, higher accuracy"
+    assert (good[better], bad[better]) == ("holds", "does not hold")
+    faster = "MNIST: 3 times fewer rounds than FedAvg and FedProx at every accuracy level"
+    assert (good[faster], bad[faster]) == ("holds", "does not hold")
+    assert bad["contextual aggregation reduces the loss in every round"] == "holds"
+
+
+def test_the_document_has_every_claim_with_its_numbers(tmp_path, monkeypatch):
+    book = made_up_book(0.2, 1.2)
+    monkeypatch.setattr(document, "open_book", lambda lines, out, quick: book)
+    monkeypatch.setattr(document, "draw", lambda study, book, folder: [])
+    text = document.write(tmp_path, tmp_path / "docs").read_text()
+    for claim in judge(book):
+        assert claim.text in text
+        assert all(finding.numbers in text for finding in claim.findings)
+    assert np.all([f"reproduce {name}" in text for name in STUDIES])

@@ -1,0 +1,197 @@
+"""Runs, over the table of all algorithms: fair, repeatable, recorded, and what the paper says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+
+import numpy as np
+import pytest
+
+import fedcontext as fc
+from fedcontext import records
+from fedcontext.algorithms import ALGORITHMS, Knobs, contextual_version, fedavg
+from fedcontext.errors import FedcontextError
+from fedcontext.experiment import settings_from_toml, to_toml
+from fedcontext.summary import summarise
+
+SMALL = {"rounds": 4, "devices_per_round": 4, "learning_rate": 0.1, "smoothness": 3.0}
+
+
+@pytest.fixture(params=ALGORITHMS)
+def algorithm(request):
+    return request.param
+
+
+def play(data, algorithm, **settings):
+    simulation = fc.prepare(fc.Experiment(algorithm=algorithm, **{**SMALL, **settings}), data)
+    return list(simulation.play())
+
+
+def test_the_same_seed_gives_every_algorithm_the_same_devices(small_data, algorithm, monkeypatch):
+    seen = []
+    train = fc.rounds.__globals__["Work"]
+    monkeypatch.setitem(fc.rounds.__globals__, "Work", lambda *args: seen.append(args) or train(*args))
+    other = [record for _, record in play(small_data, algorithm, k2=3)]
+    plain = [record for _, record in play(small_data, "fedavg")]
+    half = len(seen) // 2
+    for mine, reference in zip(seen[:half], seen[half:], strict=True):
+        assert mine[:2] == reference[:2]  # seed and round: batches follow from them and the device
+        np.testing.assert_array_equal(mine[2][:4], reference[2])
+        np.testing.assert_array_equal(mine[3][:4], reference[3])
+    assert [record.devices for record in other] == [record.devices for record in plain]
+
+
+def test_a_run_repeats_bit_for_bit_and_another_seed_differs(small_data, algorithm):
+    one, same, other = (play(small_data, algorithm, seed=seed)[-1][0].params for seed in (0, 0, 1))
+    np.testing.assert_array_equal(one, same)
+    assert (one != other).any()
+
+
+def test_every_algorithm_learns(small_data, algorithm):
+    history = [record for _, record in play(small_data, algorithm, rounds=8)]
+    assert history[-1].loss < np.log(3)
+    assert history[-1].accuracy > 1 / 3
+
+
+def test_records_survive_the_file(small_data, algorithm):
+    experiment = fc.Experiment(algorithm=algorithm, **SMALL)
+    file = io.StringIO()
+    done = list(records.write(experiment, fc.rounds(experiment, data=small_data), file))
+    head, *lines = file.getvalue().splitlines()
+    assert json.loads(head)["settings"]["algorithm"] == algorithm
+    assert [json.loads(line)["number"] for line in lines] == [1, 2, 3, 4]
+    assert all(len(record.weights) == len(record.devices) == 4 for record in done)
+
+
+def test_one_full_batch_step_with_its_own_gradients_is_fedavg_exactly(small_data):
+    """β = 1/lr and K2 = 0: the projected gradient step is the average of the devices' gradient steps."""
+    settings = {"epochs": (1, 1), "batch_size": 10_000, "k2": 0, "smoothness": "1/lr", "rounds": 5}
+    for averaging in ("mean", "samples"):
+        both = {"averaging": averaging, "probe_averaging": averaging}
+        contextual = play(small_data, "fedavg-contextual", **settings, **both)[-1][0].params
+        plain = play(small_data, "fedavg", **settings, **both)[-1][0].params
+        np.testing.assert_allclose(contextual, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_with_everyones_gradient_and_enough_smoothness_every_round_keeps_its_promise(small_data):
+    x = np.hstack([small_data.train.features, np.ones((len(small_data.train.labels), 1))])
+    safe = float(np.linalg.eigvalsh(x.T @ x / len(x))[-1]) / 2  # softmax's Hessian is at most half of this
+    for _, record in play(small_data, "fedavg-contextual", smoothness=safe, rounds=15):
+        assert record.promised_change < 0
+        assert record.measured_change <= record.promised_change + 1e-6
+        assert record.curvature <= safe * 1.01
+
+
+def test_the_contextual_version_of_anything_keeps_its_local_work():
+    knobs = Knobs(learning_rate=0.1, smoothness=10)
+    for make in ALGORITHMS.values():
+        original = make(knobs)
+        version = contextual_version(original, smoothness=5)
+        assert version.local == original.local
+        assert version.name == f"{original.name}-contextual"
+        assert version.rule.smoothness == 5
+
+
+def test_a_missed_deadline_is_recorded_and_an_empty_round_keeps_the_model(small_data):
+    slow = [record for _, record in play(small_data, "fedavg", deadline=0.6, rounds=6, devices_per_round=10)]
+    assert any(record.excluded for record in slow)
+    assert all(set(record.excluded.values()) <= {"missed the deadline"} for record in slow)
+    assert all(record.seconds <= 0.6 for record in slow)
+    states = play(small_data, "fedavg-contextual", deadline=1e-6)
+    assert all(record.lost and record.weights == [] for _, record in states)
+    assert (states[-1][0].params == 0).all()
+
+
+def test_evaluation_every_nth_round_and_at_the_end(small_data):
+    history = [record for _, record in play(small_data, "fedavg", rounds=5, eval_every=2)]
+    assert [record.loss is not None for record in history] == [False, True, False, True, True]
+    assert [record.measured_change is not None for record in history] == [False, False, False, False, True]
+
+
+def test_python_users_can_bring_their_own_rule(small_data):
+    simulation = fc.prepare(fc.Experiment(algorithm="fedavg", **SMALL), small_data)
+    first = fc.stateless("first", lambda geometry: np.eye(len(geometry.samples))[0])
+    mine = dataclasses.replace(simulation, algorithm=dataclasses.replace(fedavg(Knobs(0.1, 10)), rule=first))
+    assert [record.weights for _, record in mine.play()] == [[1, 0, 0, 0]] * 4
+
+
+def test_summary_counts_what_it_says():
+    def record(number, loss, accuracy, change):
+        return fc.RoundRecord(number, loss, accuracy, [], [], None, change, None, None, None, 2.0, 10, 20)
+
+    run = [
+        record(1, 2.0, 0.4, -0.5),
+        record(2, None, None, None),
+        record(3, 1.0, 0.75, 0.1),
+        record(4, 0.9, 0.65, -0.1),
+    ]
+    summary = summarise(run)
+    assert (summary.loss, summary.accuracy) == (0.9, 0.65)
+    assert summary.rounds_to == {0.5: 3, 0.6: 3, 0.7: 3, 0.8: None}
+    assert summary.rises == pytest.approx(1 / 3)
+    assert summary.swing == pytest.approx(np.std([0.4, 0.75, 0.65]))
+    assert (summary.seconds, summary.bytes_down, summary.bytes_up) == (8.0, 40, 80)
+
+
+def test_toml_repeats_an_experiment(tmp_path):
+    experiment = fc.Experiment(dataset='leaf:a "b" \\c', k2=5, epochs=(2, 3), smoothness=2.5, deadline=1.5)
+    (tmp_path / "run.toml").write_text(to_toml(experiment))
+    assert fc.Experiment(**settings_from_toml(tmp_path / "run.toml")) == experiment
+    assert fc.Experiment().name != experiment.name != fc.Experiment(seed=1).name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"algorithm": "fedsgd"},
+        {"rounds": -1},
+        {"seed": -1},
+        {"seed": 1.5},
+        {"k2": -2},
+        {"k2": "all"},
+        {"averaging": "median"},
+        {"probe_averaging": "median"},
+        {"learning_rate": -0.1},
+        {"deadline": -1},
+        {"eval_every": 0},
+        {"batch_size": 0},
+        {"devices_per_round": 0},
+    ],
+)
+def test_impossible_experiments_are_refused_at_the_door(settings):
+    with pytest.raises(FedcontextError, match=next(iter(settings))):
+        fc.Experiment(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"smoothness": "steep"}, "smoothness must be"),
+        ({"smoothness": -1.0}, "smoothness must be positive"),
+        ({"fleet": "fast"}, "fleet must be one of"),
+        ({"engine": "warp"}, "engine must be one of"),
+        ({"mu": -1.0, "algorithm": "fedprox"}, "mu must be 0 or more"),
+        ({"devices_per_round": 13}, "devices per round must be between 1 and 12"),
+        ({"k2": 13}, "k2 must be between 0 and 12"),
+    ],
+)
+def test_impossible_settings_are_refused_before_the_first_round(small_data, settings, message):
+    with pytest.raises(FedcontextError, match=message):
+        list(fc.rounds(data=small_data, **{**SMALL, **settings}))
+
+
+def test_a_truncated_last_line_is_passed_over_and_other_files_are_refused(small_data, tmp_path):
+    experiment = fc.Experiment(**SMALL)
+    path = tmp_path / "run.jsonl"
+    with path.open("w") as file:
+        done = list(records.write(experiment, fc.rounds(experiment, data=small_data), file))
+    assert fc.read(path)[1] == done
+    text = path.read_text()
+    path.write_text(text[:-30])
+    assert fc.read(path)[1] == done[:-1]
+    for bad in ("", "{}\n", "[1]\n", '{"schema": 99}\n', "not json\n"):
+        path.write_text(bad)
+        with pytest.raises(FedcontextError, match=r"run\.jsonl"):
+            fc.read(path)

@@ -1,0 +1,217 @@
+"""The mathematics: what must hold of the rules, whatever the numbers."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import fedcontext as fc
+from fedcontext.errors import FedcontextError
+from fedcontext.geometry import Geometry
+from fedcontext.rules import expected_gram
+
+ODDITIES = ("duplicated", "zero", "parallel", "opposite", "huge", "tiny", "none")
+
+
+@st.composite
+def problems(draw, most=12, largest=300):
+    """A gradient and updates, some of them duplicated, zero, parallel or wildly scaled."""
+    count, size = draw(st.integers(1, most)), draw(st.integers(13, largest))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    updates = random.standard_normal((count, size))
+    for row in range(1, count):
+        oddity = draw(st.sampled_from(ODDITIES))
+        updates[row] = {
+            "duplicated": updates[row - 1],
+            "zero": np.zeros(size),
+            "parallel": 3.7 * updates[0],
+            "opposite": -0.2 * updates[row - 1],
+            "huge": 1e9 * updates[row],
+            "tiny": 1e-9 * updates[row],
+            "none": updates[row],
+        }[oddity]
+    return updates, random.standard_normal(size), draw(st.floats(1e-3, 1e3))
+
+
+def step(updates, gradient, rule, **options):
+    return fc.aggregate(np.zeros(len(gradient)), list(updates), gradient=gradient, rule=rule, **options).params
+
+
+def close(left, right, tolerance=1e-6):
+    return np.linalg.norm(left - right) <= tolerance * max(np.linalg.norm(left), np.linalg.norm(right), 1e-300)
+
+
+@given(problems())
+def test_null_space_and_gram_take_the_same_step(problem):
+    updates, gradient, beta = problem
+    by_gram = step(updates, gradient, fc.contextual(beta))
+    assert close(by_gram, step(updates, gradient, fc.contextual(beta, solver="null-space")))
+
+
+@given(problems())
+def test_the_step_is_the_projected_gradient(problem):
+    updates, gradient, beta = problem
+    norms = np.linalg.norm(updates, axis=1)
+    _, singular, rows = np.linalg.svd(updates[norms > 0] / norms[norms > 0, None], full_matrices=False)
+    basis = rows[singular > 1e-7]
+    assert close(step(updates, gradient, fc.contextual(beta)), -(basis.T @ (basis @ gradient)) / beta)
+
+
+@given(problems(), st.data())
+def test_scaling_or_flipping_updates_leaves_the_step(problem, data):
+    updates, gradient, beta = problem
+    size = st.floats(1e-6, 1e6)
+    factors = [data.draw(size) * data.draw(st.sampled_from((-1, 1))) for _ in updates]
+    scaled = np.array(factors)[:, None] * updates
+    assert close(step(scaled, gradient, fc.contextual(beta)), step(updates, gradient, fc.contextual(beta)))
+
+
+@given(problems(), st.randoms(use_true_random=False))
+def test_permuting_devices_permutes_the_weights(problem, random):
+    updates, gradient, beta = problem
+    order = list(range(len(updates)))
+    random.shuffle(order)
+    straight = fc.aggregate(np.zeros(len(gradient)), list(updates), gradient=gradient, rule=fc.contextual(beta))
+    shuffled = fc.aggregate(np.zeros(len(gradient)), list(updates[order]), gradient=gradient, rule=fc.contextual(beta))
+    contributions = straight.weights * np.linalg.norm(updates, axis=1)
+    assert close(contributions[order], shuffled.weights * np.linalg.norm(updates[order], axis=1))
+
+
+@given(problems(), st.data())
+def test_duplicating_a_device_leaves_the_step(problem, data):
+    updates, gradient, beta = problem
+    twin = updates[data.draw(st.integers(0, len(updates) - 1))]
+    doubled = np.vstack([updates, twin])
+    assert close(step(doubled, gradient, fc.contextual(beta)), step(updates, gradient, fc.contextual(beta)))
+
+
+@given(problems(most=8, largest=60), st.data())
+def test_no_other_rule_promises_more(problem, data):
+    updates, gradient, beta = problem
+    own = list(np.random.default_rng(1).standard_normal(updates.shape))
+    given_ = {"gradient": gradient, "own_gradients": own, "samples": np.arange(1, len(updates) + 1)}
+    rules = [fc.mean(beta), fc.by_samples(beta), fc.folb(beta), fc.expected_contextual(beta)]
+    best = fc.aggregate(np.zeros(len(gradient)), list(updates), rule=fc.contextual(beta), **given_)
+    for rule in rules:
+        other = fc.aggregate(np.zeros(len(gradient)), list(updates), rule=rule, **given_)
+        assert best.promised_change <= other.promised_change + 1e-9 * max(1, abs(other.promised_change))
+    nudged = best.weights + data.draw(st.floats(-1, 1)) / (1 + np.linalg.norm(updates, axis=1))
+    assert best.promised_change <= fc.bound(best.geometry, nudged, beta) + 1e-9
+
+
+@given(problems())
+def test_the_promise_is_theorem_1(problem):
+    updates, gradient, beta = problem
+    result = fc.aggregate(np.zeros(len(gradient)), list(updates), gradient=gradient, rule=fc.contextual(beta))
+    assert result.promised_change == pytest.approx(-beta / 2 * (result.params @ result.params), rel=1e-6)
+
+
+@given(problems(), st.floats(0.1, 100))
+def test_on_an_isotropic_quadratic_the_change_is_the_promise(problem, curvature):
+    updates, target, _ = problem
+    start = np.ones(len(target))
+
+    def loss(w):
+        return curvature / 2 * float((w - target) @ (w - target))
+
+    gradient = curvature * (start - target)
+    result = fc.aggregate(start, list(updates), gradient=gradient, rule=fc.contextual(curvature))
+    assert loss(result.params) - loss(start) == pytest.approx(result.promised_change, rel=1e-6, abs=1e-9 * loss(start))
+
+
+@given(st.integers(0, 10_000))
+def test_on_any_quadratic_of_known_smoothness_every_round_keeps_its_promise(seed):
+    random = np.random.default_rng(seed)
+    root = random.standard_normal((20, 20))
+    hessian = root @ root.T / 20
+    beta = float(np.linalg.eigvalsh(hessian)[-1])
+    target, w = random.standard_normal(20), random.standard_normal(20)
+
+    def loss(w):
+        return float((w - target) @ hessian @ (w - target)) / 2
+
+    for _ in range(10):
+        gradient = hessian @ (w - target)
+        updates = [-0.3 * gradient + 0.5 * random.standard_normal(20) for _ in range(4)]
+        result = fc.aggregate(w, updates, gradient=gradient, rule=fc.contextual(beta))
+        assert result.promised_change <= 0
+        assert loss(result.params) - loss(w) <= result.promised_change + 1e-9
+        w = result.params
+
+
+@given(problems(most=6, largest=40))
+def test_expected_without_a_pool_is_contextual(problem):
+    updates, gradient, beta = problem
+    assert close(step(updates, gradient, fc.expected_contextual(beta)), step(updates, gradient, fc.contextual(beta)))
+
+
+@given(problems(most=6, largest=40), st.integers(1, 6))
+def test_expected_gram_is_the_expectation_over_subsets(problem, selected):
+    updates, _, _ = problem
+    assume(selected <= len(updates))
+    gram = updates @ updates.T
+    weights = np.random.default_rng(0).standard_normal(len(updates)) / (1e-12 + np.linalg.norm(updates, axis=1))
+    values = [
+        weights[list(rows)] @ gram[np.ix_(rows, rows)] @ weights[list(rows)]
+        for rows in combinations(range(len(updates)), selected)
+    ]
+    exact = expected_gram(Geometry(gram=gram, samples=np.ones(selected)))
+    share = selected / len(updates)
+    assert share * weights @ exact @ weights == pytest.approx(np.mean(values), rel=1e-6, abs=1e-6)
+
+
+def test_expected_weights_have_the_lowest_expected_bound():
+    random = np.random.default_rng(5)
+    updates, gradient = random.standard_normal((8, 30)), random.standard_normal(30)
+    gram, slope = updates @ updates.T, updates @ gradient
+    matrix = expected_gram(Geometry(gram=gram, samples=np.ones(3)))
+    result = fc.aggregate(
+        np.zeros(30), list(updates[:3]), pool=list(updates[3:]), gradient=gradient, rule=fc.expected_contextual(2.0)
+    )
+    best = -np.linalg.solve(2.0 * matrix, slope)
+    np.testing.assert_allclose(result.weights, best[:3])
+    for _ in range(50):
+        other = best + 0.1 * random.standard_normal(8)
+        assert slope @ best + best @ matrix @ best < slope @ other + other @ matrix @ other
+
+
+def test_the_printed_expected_rule_is_contextual_scaled_by_one_over_rho():
+    random = np.random.default_rng(5)
+    updates, gradient = random.standard_normal((8, 30)), random.standard_normal(30)
+    options = {"gradient": gradient, "pool": list(updates[3:])}
+    printed = fc.aggregate(np.zeros(30), list(updates[:3]), rule=fc.expected_contextual(2.0, "printed"), **options)
+    everyone = fc.aggregate(np.zeros(30), list(updates), gradient=gradient, rule=fc.contextual(2.0))
+    np.testing.assert_allclose(printed.weights, everyone.weights[:3] / (2 / 7))
+
+
+def test_folb_reverses_a_device_that_points_the_wrong_way():
+    own = [np.array([1.0, 0.0]), np.array([1.0, 0.1]), np.array([-0.5, 0.0])]
+    result = fc.aggregate(np.zeros(2), [-g for g in own], own_gradients=own, rule=fc.folb())
+    assert result.weights[2] < 0
+    assert np.abs(result.weights).sum() == pytest.approx(1)
+
+
+def test_all_zero_updates_get_weights_that_move_nothing():
+    result = fc.aggregate(np.ones(3), [np.zeros(3)] * 2, gradient=np.ones(3), rule=fc.contextual(1.0))
+    np.testing.assert_array_equal(result.params, np.ones(3))
+    assert result.promised_change == 0
+
+
+@pytest.mark.parametrize("beta", [0, -1, float("nan"), float("inf"), "x", None])
+@pytest.mark.parametrize("rule", [fc.contextual, fc.expected_contextual])
+def test_smoothness_must_be_a_positive_number(rule, beta):
+    with pytest.raises(FedcontextError, match="smoothness must be"):
+        rule(beta)
+
+
+def test_unknown_solver_and_form_are_named():
+    with pytest.raises(FedcontextError, match="'gram' or 'null-space', got 'qr'"):
+        fc.contextual(1.0, solver="qr")
+    with pytest.raises(FedcontextError, match="'exact' or 'printed', got 'rough'"):
+        fc.expected_contextual(1.0, form="rough")
+    with pytest.raises(FedcontextError, match="use form='exact'"):
+        step(np.eye(2)[:1], np.ones(2), fc.expected_contextual(1.0, "printed"), pool=[np.ones(2)])
