@@ -18,6 +18,7 @@ from hypothesis.extra.numpy import arrays
 
 import fedcontext as fc
 from fedcontext import checkpoint, runner
+from fedcontext.arrays import leaves
 
 leaf = arrays(st.sampled_from([np.float32, np.float64, np.int64]), st.sampled_from([(), (3,), (2, 2), (0,)]))
 memory = st.recursive(
@@ -106,6 +107,18 @@ def test_an_interrupted_simulation_goes_on_to_the_same_bits(tmp_path: Path, stop
     assert seen == [1, 2, 3, 4, 5, 6]
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
     assert records == files(tmp_path / "whole")[0]
+
+
+@pytest.mark.parametrize("settings", [{"engine": "reference"}, {"engine": "module", "model": "softmax"}])
+def test_every_engine_goes_on_to_the_same_bits(tmp_path: Path, settings: dict) -> None:
+    simulation = fc.prepare(fc.Experiment(rounds=3, epochs=(1, 1), **settings))
+    states = [state for state, _ in simulation.play()]
+    checkpoint.save(tmp_path / "run", states[0].params, states[0].rule, {})
+    found = checkpoint.load(tmp_path / "run", simulation.engine.start())
+    again = [state for state, _ in simulation.play(fc.State(1, found.params, found.rule, states[0].loss))]
+    assert [state.number for state in again] == [2, 3]
+    for one, other in zip(leaves(again[-1].params).values(), leaves(states[-1].params).values(), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
 def test_a_finished_simulation_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
