@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from fedcontext.arrays import Array, Structure, framework, leaf_name, leaves, rebuild
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import FedcontextError, require
 
 SCHEMA = 1
 PARAMS, RULE = "params:", "rule:"  # how the names of tensors begin
@@ -48,7 +46,9 @@ def save(path: Path, params: Structure, rule: Any, facts: Mapping[str, Any]) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        save_file(tensors, fresh, metadata={"fedcontext": json.dumps(content)})
+        require("safetensors.numpy", extra="resume").save_file(
+            tensors, fresh, metadata={"fedcontext": json.dumps(content)}
+        )
         _to_disk(fresh)
         os.replace(fresh, path)
     finally:
@@ -58,11 +58,12 @@ def save(path: Path, params: Structure, rule: Any, facts: Mapping[str, Any]) -> 
 
 def load(path: Path, like: Structure) -> Checkpoint:
     """Return the checkpoint at ``path``, its params in the structure, library and place of ``like``."""
+    safetensors = require("safetensors", extra="resume")
     try:
-        with safe_open(path, framework="numpy") as file:
+        with safetensors.safe_open(path, framework="numpy") as file:
             content = json.loads((file.metadata() or {})["fedcontext"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+    except (OSError, safetensors.SafetensorError, KeyError, ValueError) as error:
         raise FedcontextError(f"{path}: not a checkpoint of fedcontext ({type(error).__name__}: {error})") from None
     if content.get("schema") != SCHEMA:
         raise FedcontextError(f"{path}: schema must be {SCHEMA}, got {content.get('schema')}")

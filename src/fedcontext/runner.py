@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fedcontext import checkpoint
+from fedcontext.errors import require
 from fedcontext.experiment import Experiment, to_toml
 from fedcontext.records import RoundRecord, keep, write
 from fedcontext.rounds import Simulation, State, prepare
@@ -33,6 +34,8 @@ def run(
     ``resume`` keeps a checkpoint of every round too, and goes on from the one that is there: a run killed at any
     moment and started again ends with the same params and records, to the bit.
     """
+    if resume:
+        require("safetensors", extra="resume")
     simulation = prepare(experiment)
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{experiment.name}.toml").write_text(to_toml(experiment), encoding="utf-8")

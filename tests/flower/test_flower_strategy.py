@@ -15,7 +15,6 @@ from flwr.serverapp.strategy import FedAvg, FedProx, Result
 
 import fedcontext as fc
 from fedcontext.algorithms import ALGORITHMS
-from fedcontext.datasets import files
 from fedcontext.flower import ContextualStrategy, numpy_client
 from fedcontext.flower.exchange import plan_tasks
 from fedcontext.flower.wire import arrays_of, record_of
@@ -98,8 +97,7 @@ def test_devices_get_their_own_epochs_and_the_inner_strategys_settings() -> None
     assert "local-epochs" not in config, "the caller's config is not ours to change"
 
 
-@pytest.mark.data
-@pytest.mark.skipif(files.where("mnist") is None, reason="the MNIST files are not at hand")
+@pytest.mark.data("mnist")
 def test_the_example_app_learns_mnist() -> None:
     config = {**SETTINGS, "dataset": "mnist", "learning-rate": 0.3}
     strategy = ContextualStrategy(FedAvg(), task.algorithm(config).rule, probes="all", epochs=(1, 3))
