@@ -2,13 +2,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint reproduction clean
+.PHONY: demo test lint browser docs reproduction bench clean
 
 demo: .venv/demo.done  ## Compare five algorithms on Synthetic_1_1: a table and docs/figures/demo.png
 	$(BIN)/fedcontext compare --dataset synthetic-1-1 --rounds 60 --seeds 0,1,2 --k2 0 --smoothness measured \
 	  --out runs/demo --figure docs/figures/demo.png
 
-test: .venv/test.done lint  ## Everything CI checks
+test: .venv/test.done lint browser  ## Everything CI checks
 	$(BIN)/pytest --numprocesses 2 --dist worksteal
 
 lint: .venv/test.done
@@ -16,9 +16,20 @@ lint: .venv/test.done
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+browser:  ## A Chromium for the tests of the report page, where this machine lets us install one
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq \
+	  && apt-get install -y -qq --no-install-recommends chromium fonts-liberation >/dev/null; } \
+	  || echo "no Chromium here: the tests that need it are skipped"
+
+docs: .venv/test.done  ## The documentation site in build/docs
+	$(BIN)/sphinx-build -q -W docs build/docs
+
 reproduction: .venv/test.done  ## All experiments of the paper in full, the figures and docs/reproduction.md
 	$(BIN)/fedcontext reproduce all --out runs/paper
 	$(BIN)/fedcontext reproduce claims --out runs/paper --docs docs
+
+bench: .venv/test.done  ## Us and the peers side by side, each in its own environment; ARGS=--quick for a trial
+	$(BIN)/python benchmarks/run.py $(ARGS)
 
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv

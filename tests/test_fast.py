@@ -94,9 +94,9 @@ def test_the_span_of_the_samples_and_the_features_give_the_same_steps(spans, mu,
 
 def test_both_ways_are_taken_where_they_pay():
     engine = SoftmaxFast(data_of(dimension=200))
-    assert engine._spans(device=2, count=30, epochs=20)
-    assert not engine._spans(device=2, count=30, epochs=1)
-    assert not engine._spans(device=2, count=10_000, epochs=20)
+    assert engine._spans(count=30, epochs=20)
+    assert not engine._spans(count=30, epochs=1)
+    assert not engine._spans(count=10_000, epochs=20)
 
 
 def test_inner_products_are_kept_within_their_bound(monkeypatch):

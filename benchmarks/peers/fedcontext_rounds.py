@@ -36,8 +36,9 @@ class Fedcontext:
         if self.door:
             self.state = fc.aggregate(self.state, updates, rule=fc.by_samples(), samples=samples).params
         else:
-            shares = (samples / samples.sum()).astype(np.float32)
-            self.state = self.state + np.tensordot(shares, np.stack(updates), 1)
+            self.state = self.state.copy()
+            for share, update in zip((samples / samples.sum()).astype(np.float32), updates, strict=True):
+                self.state += share * update
 
     def params(self):
         return self.state

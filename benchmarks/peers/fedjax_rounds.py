@@ -16,7 +16,7 @@ def loss(params, batch, rng):
 class FedJAX:
     def __init__(self, work):
         self.work = work
-        self.features = np.array(work.features)
+        self.features, self.labels = np.array(work.features), work.labels.astype(np.int32)
         self.train = create_train_for_each_client(jax.grad(loss), fedjax.optimizers.sgd(RATE))
         self.keys = jax.random.split(jax.random.PRNGKey(0), work.devices.shape[1])
 
@@ -25,9 +25,7 @@ class FedJAX:
 
     def clients(self, number):
         for place, key in enumerate(self.keys):
-            batches = [
-                {"x": self.features[rows], "y": self.work.labels[rows]} for rows in self.work.batches(number, place)
-            ]
+            batches = [{"x": self.features[rows], "y": self.labels[rows]} for rows in self.work.batches(number, place)]
             yield place, batches, key
 
     def round(self, number):

@@ -25,7 +25,7 @@ class Work:
             for name in ("features", "labels", "offsets")
         )
         self.devices, self.epochs = np.load(folder / f"{row}-devices.npy"), np.load(folder / f"{row}-epochs.npy")
-        self.orders = np.load(folder / f"{row}-orders.npy", mmap_mode="r")
+        self.orders = np.load(folder / f"{row}-orders.npy")
         self.rounds, self.sizes = rounds, np.diff(self.offsets)
         counts = self.epochs * self.sizes[self.devices]
         self.starts = np.concatenate([[0], np.cumsum(counts)])[:-1].reshape(counts.shape)

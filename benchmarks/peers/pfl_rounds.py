@@ -1,7 +1,5 @@
 """pfl-research: its FederatedAveraging on its SimulatedBackend; a small subclass brings epochs for each device."""
 
-import dataclasses
-
 import numpy as np
 import torch
 from harness import BATCH, CLASSES, RATE, arguments, play
@@ -11,7 +9,7 @@ from pfl.algorithm.base import NNAlgorithmParams
 from pfl.algorithm.federated_averaging import FederatedAveraging
 from pfl.data.dataset import Dataset
 from pfl.data.federated_dataset import FederatedDataset
-from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
+from pfl.hyperparam.base import NNTrainHyperParams
 from pfl.internal.ops import pytorch_ops
 from pfl.model.pytorch import PyTorchModel
 
@@ -46,7 +44,7 @@ class PFL:
             local_num_epochs=1, local_learning_rate=RATE, local_batch_size=BATCH, local_max_grad_norm=None
         )
         self.settings = NNAlgorithmParams(
-            central_num_iterations=1, evaluation_frequency=2, train_cohort_size=work.devices.shape[1], val_cohort_size=0
+            central_num_iterations=2, evaluation_frequency=2, train_cohort_size=work.devices.shape[1], val_cohort_size=0
         )
 
     def reset(self):
@@ -54,6 +52,7 @@ class PFL:
         for parameter in module.parameters():
             torch.nn.init.zeros_(parameter)
         self.model = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0))
+        self.algorithm = FederatedAveraging()
         self.places = iter([(n, place) for n in range(self.work.rounds) for place in range(self.work.devices.shape[1])])
         cohort = FederatedDataset(self.dataset, lambda: next(self.places))
         self.backend = SimulatedBackend(cohort, cohort, postprocessors=[WeightByDatapoints()])
@@ -66,9 +65,8 @@ class PFL:
         return PlannedDataset(batches, raw_data=[self.features[rows], self.labels[rows]], user_id=str(device))
 
     def round(self, number):
-        algorithm = FederatedAveraging()
-        settings = dataclasses.replace(self.settings, evaluation_frequency=1)
-        algorithm.run(settings, self.backend, self.model, self.train, NNEvalHyperParams(local_batch_size=BATCH))
+        self.algorithm._current_central_iteration = 1  # every round is "the second": the first would evaluate as well
+        self.algorithm.run(self.settings, self.backend, self.model, self.train, send_metrics_to_platform=False)
 
     def params(self):
         weight, bias = (parameter.detach().numpy() for parameter in self.model.pytorch_model.parameters())

@@ -5,6 +5,7 @@ from fedcontext.algorithms import ALGORITHMS, Algorithm, Knobs, contextual_versi
 from fedcontext.datasets import FederatedData, federate, load
 from fedcontext.errors import FedcontextError, MissingExtra
 from fedcontext.experiment import Experiment
+from fedcontext.export import load_runs
 from fedcontext.fleet import PROFILES, Fleet, Profile, Spread, make_fleet
 from fedcontext.geometry import Geometry
 from fedcontext.mapped import mapped
@@ -44,6 +45,7 @@ __all__ = [
     "federate",
     "folb",
     "load",
+    "load_runs",
     "make_fleet",
     "mapped",
     "mean",

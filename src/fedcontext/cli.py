@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from fedcontext import algorithms as table_of
+from fedcontext import cli_report
 from fedcontext.datasets import NAMES, files
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment, settings_from_toml
@@ -23,6 +24,7 @@ from fedcontext.runner import run_all
 from fedcontext.summary import Summary, summarise
 from fedcontext.terminal import comparison, err, listing, out, progress
 from fedcontext.version import __version__
+from fedcontext.watching import watching
 
 PAPERS = "fedavg,fedprox,folb,fedavg-contextual,fedprox-contextual"
 
@@ -80,6 +82,8 @@ Clip = Annotated[float | None, typer.Option(help="Largest norm of a gradient (en
 Out = Annotated[Path, typer.Option(help="Directory for records and the TOML that repeats the run.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The result as JSON on standard output.")]
+ReportPage = Annotated[Path | None, typer.Option("--report", help="HTML page that follows the rounds as they finish.")]
+Track = Annotated[str, typer.Option(help="Send the numbers to tensorboard, mlflow or wandb too.")]
 Jobs = Annotated[int, typer.Option(help="Processes; 0 takes one for each core.")]
 
 
@@ -136,6 +140,8 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="Checkpoint every round, and go on from the last checkpoint in --out.")
     ] = False,
+    report: ReportPage = None,
+    track: Track = "",
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -145,7 +151,7 @@ def run(
         if several in settings:
             raise FedcontextError(f"{file}: {several} is for `fedcontext compare`; here it is {several[:-1]}")
     experiment = Experiment(**settings)
-    with _interruptible(out_dir), progress(experiment.dataset, experiment.rounds, quiet) as on_round:
+    with _interruptible(out_dir), watching([experiment], out_dir, quiet=quiet, report=report, track=track) as on_round:
         records = run_one(experiment, out_dir, on_round, resume=resume)
     path = out_dir / f"{experiment.name}.jsonl"
     if as_json:
@@ -190,6 +196,8 @@ def compare(
         Path | None, typer.Option(help="Draw loss and accuracy into this file (.png, .pdf, .svg).")
     ] = None,
     jobs: Jobs = 0,
+    report: ReportPage = None,
+    track: Track = "",
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -202,8 +210,7 @@ def compare(
         from fedcontext.paper import figures
 
         figures.check(figure)
-    total = sum(experiment.rounds for experiment in chosen)
-    with _interruptible(out_dir), progress(chosen[0].dataset, total, quiet) as on_round:
+    with _interruptible(out_dir), watching(chosen, out_dir, quiet=quiet, report=report, track=track) as on_round:
         results = run_all(chosen, out_dir, jobs or os.cpu_count() or 1, on_round)
     by_name: dict[str, list[Summary]] = defaultdict(list)
     for experiment, records in zip(chosen, results, strict=True):
@@ -267,6 +274,10 @@ def reproduce(
             carry_out(todo, out_dir, jobs or os.cpu_count() or 1, on_round)
         for path in draw(study, open_book(lines, out_dir, quick), out_dir / "figures"):
             out.print(f"{study.name}: {path}", soft_wrap=True, highlight=False)
+
+
+app.command()(cli_report.report)
+app.command()(cli_report.export)
 
 
 @data_app.command("list")

@@ -116,6 +116,8 @@ def orders(seed: int, number: int, device: int, samples: int, epochs: int) -> In
 
 
 def _epochs(seed: int, number: int, devices: IntArray, bounds: tuple[int, int]) -> IntArray:
+    if bounds[0] == bounds[1]:
+        return np.full(len(devices), bounds[0], dtype=np.int64)
     draws = [generator(seed, number, Stream.EPOCHS, int(k)).integers(bounds[0], bounds[1] + 1) for k in devices]
     return np.array(draws, dtype=np.int64)
 

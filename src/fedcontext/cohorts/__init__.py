@@ -56,6 +56,13 @@ def _fast(data: FederatedData) -> Engine:
     return SoftmaxFast(data)
 
 
+def _ray(data: FederatedData) -> Engine:
+    require("ray", extra="ray")
+    from fedcontext.cohorts.ray import SoftmaxRay
+
+    return SoftmaxRay(data)
+
+
 def _module(data: FederatedData, model: str = "softmax", device: str = "auto", seed: int = 0) -> Engine:
     require("torch", extra="torch")
     from fedcontext.cohorts.module import module_engine
@@ -67,6 +74,7 @@ ENGINES: dict[str, Callable[[FederatedData], Engine]] = {
     "reference": SoftmaxReference,
     "fast": _fast,
     "module": _module,
+    "ray": _ray,
 }
 
 

@@ -40,7 +40,7 @@ def _orders(seed: int, number: int, device: int, samples: int, epochs: int) -> I
 def _words(key: int) -> list[int]:
     """Return the 32-bit words of a whole number, lowest first, as `SeedSequence` cuts them."""
     words = [key & 0xFFFFFFFF]
-    while key := key >> 32:
+    while key := key >> 32:  # almost never
         words.append(key & 0xFFFFFFFF)
     return words
 

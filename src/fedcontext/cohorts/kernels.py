@@ -82,6 +82,20 @@ def _add_one(w: Matrix, a: Matrix, f: float) -> None:
 
 
 @compiled
+def _add_bias(scores: Matrix, bias: Matrix) -> None:
+    for i in range(scores.shape[0]):
+        for c in range(bias.size):
+            scores[i, c] += bias[c]
+
+
+@compiled
+def _add_columns(bias: Matrix, rows: Matrix) -> None:
+    for i in range(rows.shape[0]):
+        for c in range(bias.size):
+            bias[c] += rows[i, c]
+
+
+@compiled
 def residuals(scores: Matrix, rows: IntArray, labels: IntArray, factors: Matrix) -> tuple[float, int]:
     """Turn scores[i] into factors[i] · (softmax - one-hot label); return the sum of losses and the hits."""
     loss, hits = 0.0, 0
@@ -117,19 +131,18 @@ def sweep(
     """Return the sum of losses and the hits at ``weights`` and ``bias``; if ``backwards``, write Σ factors · gradients."""
     count, classes, pull = labels.size, bias.size, np.zeros_like(weights)
     scores, rows = np.empty((SWEEP, classes), weights.dtype), np.arange(count)
-    slope[-1] = 0
+    slope[-1].fill(0)
     loss, hits = 0.0, 0
     for first in range(0, count, SWEEP):
         block = rows[first : first + SWEEP]
         own = scores[: block.size]
         products(features, block, weights, own)
-        own += bias
+        _add_bias(own, bias)
         part, right = residuals(own, block, labels, factors[first : first + SWEEP])
         loss, hits = loss + part, hits + right
         if backwards:
             add_rows(pull, features, block, own)
-            for i in range(block.size):
-                slope[-1] += own[i]
+            _add_columns(slope[-1], own)
     _put(slope, pull)
     return loss, hits
 
@@ -158,19 +171,18 @@ def descend(
             rows = orders[epoch, begin : begin + size]
             own = scores[: rows.size]
             products(features, rows, weights, own)
-            own += bias
-            factors[:] = -rate / rows.size
+            _add_bias(own, bias)
+            factors.fill(-rate / rows.size)
             residuals(own, rows, labels, factors)
             if mu:
                 _draw_back(weights, first, pull)
-                bias += pull * (first_bias - bias)
+                _draw_back(bias.reshape(1, -1), first_bias.reshape(1, -1), pull)
             add_rows(weights, features, rows, own)
-            for i in range(rows.size):
-                bias += own[i]
+            _add_columns(bias, own)
     for c in range(classes):
         _add_one(weights[c], first[c], -1)
+        out[-1, c] = bias[c] - first_bias[c]
     _put(out, weights)
-    out[-1] = bias - first_bias
 
 
 @compiled
@@ -226,9 +238,9 @@ def descend_in_span(
     count, classes, weights = labels.size, first_bias.size, np.zeros_like(first)
     everyone, before = np.arange(count), np.empty((count, classes), weights.dtype)
     products(features, everyone, first, before)
-    before += first_bias
+    _add_bias(before, first_bias)
     origin = before.T.copy()
-    scores, coefficients = origin.copy(), np.zeros((count, classes), weights.dtype)
+    scores, coefficients, nothing = origin.copy(), np.zeros_like(before), np.zeros_like(before)
     steps, pull = np.empty((size, classes), weights.dtype), weights.dtype.type(rate * mu)
     factors = np.empty(size, weights.dtype)
     for epoch in range(orders.shape[0]):
@@ -236,16 +248,18 @@ def descend_in_span(
             rows = orders[epoch, begin : begin + size]
             own = steps[: rows.size]
             for i in range(rows.size):
-                own[i] = scores[:, rows[i]]
-            factors[:] = -rate / rows.size
+                for c in range(classes):
+                    own[i, c] = scores[c, rows[i]]
+            factors.fill(-rate / rows.size)
             residuals(own, rows, labels, factors)
             if mu:
                 _draw_back(scores, origin, pull)
-                coefficients *= 1 - pull
+                _draw_back(coefficients, nothing, pull)
             add_rows(scores, inner, rows, own)
             for i in range(rows.size):
-                coefficients[rows[i]] += own[i]
+                for c in range(classes):
+                    coefficients[rows[i], c] += own[i, c]
     add_rows(weights, features, everyone, coefficients)
     _put(out, weights)
-    for c in range(classes):
-        out[-1, c] = coefficients[:, c].sum()
+    out[-1].fill(0)
+    _add_columns(out[-1], coefficients)

@@ -5,7 +5,7 @@ Params are one (d + 1, C) matrix: a row of class scores per feature, and the bia
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,6 +64,18 @@ def gradient(params: Matrix, features: Features, labels: IntArray, weights: Matr
     return result
 
 
+def weighted_sum(weights: FloatArray, gradients: Sequence[Matrix]) -> Matrix:
+    """Return Σ weights · gradients, summed in float64.
+
+    >>> weighted_sum(np.array([0.5, 2.0]), [np.ones(1, np.float32), np.ones(1, np.float32)])
+    array([2.5], dtype=float32)
+    """
+    total = np.zeros(gradients[0].shape)
+    for weight, own in zip(weights, gradients, strict=True):
+        total += weight * own
+    return total.astype(gradients[0].dtype)
+
+
 class SoftmaxReference:
     """One device after another, one mini-batch after another, as the formulas say it."""
 
@@ -101,15 +113,12 @@ class SoftmaxReference:
 
     def gradient(self, params: Matrix, devices: IntArray, weights: FloatArray) -> Matrix:
         """Return Σ weights ∇F_k(params): one pass over the data where everyone is asked, device by device else."""
-        total = np.zeros(params.shape)
-        if is_everyone(self.train_split, devices):
-            train = judged(self.train_split)
-            each = np.repeat(weights / train.sizes, train.sizes).astype(self.dtype)
-            for rows in _blocks(train):
-                total += gradient(params, train.features[rows], train.labels[rows], each[rows])
-        else:
-            for weight, own in zip(weights, self.gradients(params, devices), strict=True):
-                total += weight * own
+        if not is_everyone(self.train_split, devices):
+            return weighted_sum(weights, self.gradients(params, devices))
+        train, total = judged(self.train_split), np.zeros(params.shape)
+        each = np.repeat(weights / train.sizes, train.sizes).astype(self.dtype)
+        for rows in _blocks(train):
+            total += gradient(params, train.features[rows], train.labels[rows], each[rows])
         return total.astype(self.dtype)
 
     def evaluate(self, params: Matrix) -> tuple[float, float]:

@@ -157,4 +157,5 @@ def rows_of(stack: Stack) -> list[dict[str, Tensor]]:
 
 def _finite(stack: Stack) -> Tensor:
     """Return (C,) whether all of a device's numbers are finite."""
-    return torch.stack([leaf.reshape(len(leaf), -1).isfinite().all(dim=1) for leaf in stack.values()]).all(dim=0)
+    largest = [torch.linalg.vector_norm(leaf.reshape(len(leaf), -1), float("inf"), dim=1) for leaf in stack.values()]
+    return torch.stack(largest).isfinite().all(dim=0)

@@ -18,7 +18,7 @@ from fedcontext.cohorts.learner import Learner, Params, first_line
 from fedcontext.datasets.federated import Split
 from fedcontext.errors import require
 from fedcontext.local import Local
-from fedcontext.plan import batches
+from fedcontext.plan import orders
 
 require("torch", extra="torch")
 import torch  # noqa: E402
@@ -48,19 +48,19 @@ class Steps:
 
 def plan_steps(work: Work, chosen: list[int], split: Split, size: int, learner: Learner) -> Steps:
     """Return the local steps of the ``chosen`` positions of the cohort, in batches of at most ``size``."""
-    orders = []
-    for at in chosen:
-        device, epochs = int(work.devices[at]), int(work.epochs[at])
-        count = int(split.sizes[device])
-        orders.append(list(batches(work.seed, work.number, device, count, epochs, work.local.batch_size)))
-    rows = np.empty((len(orders[0]), len(chosen), size), np.int64)
+    counts, epochs = split.sizes[work.devices[chosen]], work.epochs[chosen]
+    each = -(-counts // size)  # steps of an epoch, the last one perhaps short
+    rows = np.empty((int((each * epochs).max()), len(chosen), size), np.int64)
     rows[:] = split.offsets[work.devices[chosen]][:, None]
     shares = np.zeros(rows.shape)
-    for k, order in enumerate(orders):
-        for step, batch in enumerate(order):
-            rows[step, k, : len(batch)] += batch
-            shares[step, k, : len(batch)] = 1 / len(batch)
-    active = [sum(len(order) > step for order in orders) for step in range(len(rows))]
+    for k, device in enumerate(work.devices[chosen].tolist()):
+        order = orders(work.seed, work.number, device, int(counts[k]), int(epochs[k]))
+        gap = int(each[k]) * size - int(counts[k])
+        steps = slice(0, int(each[k] * epochs[k]))
+        filled = np.arange(int(each[k]) * size).reshape(-1, size) < counts[k]
+        rows[steps, k] += np.pad(order, ((0, 0), (0, gap))).reshape(-1, size)
+        shares[steps, k] = np.tile(filled / filled.sum(axis=1, keepdims=True), (int(epochs[k]), 1))
+    active = (np.arange(len(rows))[:, None] < each * epochs).sum(axis=1).tolist()
     place = learner.device
     return Steps(torch.from_numpy(rows).to(place), torch.from_numpy(shares).to(place, learner.dtype), active)
 

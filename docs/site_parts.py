@@ -1,0 +1,89 @@
+"""Parts of the site that the program itself knows best: its commands, its table's columns; and formulas as MathML."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import typer.main
+from docutils import nodes
+from latex2mathml.converter import convert
+
+from fedcontext.cli import app
+from fedcontext.export import SCHEMA
+
+
+def cli_reference() -> str:
+    """Return a page about every command, from the program that parses them."""
+    parts = ["# Command line", "Written from the program itself: `fedcontext --help` says the same."]
+    return "\n\n".join([*parts, *_commands("fedcontext", typer.main.get_command(app))]) + "\n"
+
+
+def _commands(path: str, command: Any) -> list[str]:
+    inner = getattr(command, "commands", None)
+    if inner:
+        return [part for name, child in inner.items() for part in _commands(f"{path} {name}", child)]
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    options = [each for each in command.params if each.param_type_name == "option" and each.name != "help"]
+    usage = " ".join([path, *(_argument(each) for each in arguments), *(["[OPTIONS]"] if options else [])])
+    about = (command.help or "").strip()
+    return [f"## {path}", about, f"```\n{usage}\n```", _table([*arguments, *options])]
+
+
+def _argument(argument: Any) -> str:
+    name = argument.name.upper() + ("..." if argument.nargs == -1 else "")
+    return name if argument.required else f"[{name}]"
+
+
+def _table(params: list[Any]) -> str:
+    rows = [f"| `{_name(each)}` | {_cell(each.help or '')} |" for each in params]
+    return "\n".join(["| | |", "|---|---|", *rows]) if rows else ""
+
+
+def _name(param: Any) -> str:
+    return ", ".join(param.opts) if param.param_type_name == "option" else param.name.upper()
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("[default", "\\[default").replace("\n", " ").replace("*", "\\*")
+
+
+def table_schema() -> str:
+    """Return the columns of the exported table."""
+    rows = [f"| `{name}` | {_cell(about)} |" for name, about in SCHEMA.items()]
+    return "\n".join(["| column | what it holds |", "|---|---|", *rows]) + "\n"
+
+
+def field_comments(kind: type) -> dict[str, str]:
+    """Return what the comments beside a dataclass's fields say of them."""
+    return dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.+)$", inspect.getsource(kind), re.MULTILINE))
+
+
+def as_rst(lines: list[str]) -> list[str]:
+    """Return a docstring with its arguments as fields, and bars that no one reads as substitutions."""
+    fields = [re.sub(r"^ {4}(\w+): (?=.* )", r":param \1: ", line) if "Args:" in lines else line for line in lines]
+    return [line.replace("|", "\\|") if line.lstrip()[:3] != ">>>" else line for line in fields if line != "Args:"]
+
+
+def short(signature: str | None) -> str | None:
+    """Return a signature with the arrays' long types by their short names."""
+    if signature is None:
+        return None
+    return re.sub(r"[~\w.]*ndarray\[[^\[]*\[[^\]]*\], [~\w.]*dtype\[[~\w.]*?(float|int)64\]\]", _array, signature)
+
+
+def _array(found: re.Match[str]) -> str:
+    return {"float": "FloatArray", "int": "IntArray"}[found[1]]
+
+
+def inline_math(self: Any, node: Any) -> None:
+    """Write a formula in a line of text."""
+    self.body.append(convert(node.astext()))
+    raise nodes.SkipNode
+
+
+def block_math(self: Any, node: Any) -> None:
+    """Write a formula on its own."""
+    self.body.append(f'<div class="math">{convert(node.astext(), display="block")}</div>')
+    raise nodes.SkipNode

@@ -1,0 +1,20 @@
+"""Records into one HTML page that people can open, keep and send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from fedcontext.loading import load
+from fedcontext.report.live import watch
+from fedcontext.report.page import replace, to_html
+from fedcontext.report.scenes import content
+
+__all__ = ["watch", "write"]
+
+
+def write(paths: Iterable[str | Path], out: Path) -> list[str]:
+    """Write the report of the runs in ``paths`` to ``out``; return what could not be used of them."""
+    runs, problems = load(paths)
+    replace(out, to_html(content(runs, problems)))
+    return problems

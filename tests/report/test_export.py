@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import fedcontext as fc
+from fedcontext.cli import app
+from fedcontext.export import SCHEMA, export
+
+
+def test_one_row_a_round_with_the_documented_columns(runs: Path) -> None:
+    table = fc.load_runs(runs)
+    assert list(table) == list(SCHEMA)
+    records = [(path.stem, record) for path in sorted(runs.glob("*.jsonl")) for record in fc.read(path)[1]]
+    assert list(zip(table["run"], table["number"], table["loss"], strict=True)) == [
+        (name, record.number, record.loss) for name, record in records
+    ]
+    assert [len(values) for values in table.values()] == [len(records)] * len(SCHEMA)
+
+
+def test_pandas_and_polars_take_the_table_as_it_is(runs: Path) -> None:
+    pandas, polars = pytest.importorskip("pandas"), pytest.importorskip("polars")
+    table = fc.load_runs(runs)
+    frame, other = pandas.DataFrame(table), polars.DataFrame(table)
+    assert frame.shape == other.shape == (36, len(SCHEMA))
+    assert frame.groupby("algorithm")["loss"].min().to_dict() == {
+        name: min(loss for loss, of in zip(table["loss"], table["algorithm"], strict=True) if of == name)
+        for name in set(table["algorithm"])
+    }
+    assert other["weights"].list.len().sum() == sum(map(len, table["weights"]))
+
+
+def test_parquet_holds_the_same_table(runs: Path, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    assert export([runs], tmp_path / "deep" / "runs.parquet") == 36
+    stored = parquet.read_table(tmp_path / "deep" / "runs.parquet")
+    assert stored.to_pydict() == fc.load_runs(runs)
+    assert stored.schema.field("loss").metadata == {b"about": SCHEMA["loss"].encode()}
+
+
+def test_csv_holds_the_same_table_as_text(runs: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["export", str(runs), "-o", str(tmp_path / "runs.csv")])
+    assert result.exit_code == 0, result.output
+    with (tmp_path / "runs.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    table = fc.load_runs(runs)
+    assert [float(row["loss"]) for row in rows] == table["loss"]
+    assert [json.loads(row["weights"]) for row in rows] == table["weights"]
+    assert [row["promised_change"] or None for row in rows] == [
+        None if value is None else repr(value) for value in table["promised_change"]
+    ]
+
+
+def test_a_spreadsheet_would_not_run_a_name(write_run, tmp_path: Path) -> None:
+    export([write_run([{"loss": 1}], algorithm="=HYPERLINK(1)")], tmp_path / "runs.csv")
+    assert ",'=HYPERLINK(1)," in (tmp_path / "runs.csv").read_text()
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".csv"])
+def test_hostile_records_export(write_run, tmp_path: Path, suffix: str) -> None:
+    rounds = [{"loss": "x", "devices": ["<b>", 2], "weights": None, "excluded": {"a": 1}}, {"number": 10**30}, '{"cut']
+    assert export([write_run(rounds, seed=10**30)], tmp_path / f"runs{suffix}") == 2
+
+
+def test_other_formats_are_refused(runs: Path, tmp_path: Path) -> None:
+    with pytest.raises(fc.FedcontextError, match=r"output must end in .parquet or .csv, got 'runs.xlsx'"):
+        export([runs], tmp_path / "runs.xlsx")

@@ -1,0 +1,189 @@
+"""The page in a real browser. Screenshots are kept in build/screenshots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedcontext.paper.experiments import runs_of, study_named
+from fedcontext.report import write
+from fedcontext.runner import run_all
+
+from .conftest import ALGORITHMS
+
+CHARTS = ["loss", "accuracy", "reach", "heat", "stage-0", "stage-1", "stage-2", "promise", "condition", "smoothness"]
+SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
+DRAWN = "id => document.querySelectorAll(`#${id} .cartesianlayer path, #${id} .cartesianlayer image`).length"
+LINES = "() => document.querySelectorAll('#loss .scatterlayer .js-line').length"
+HOSTILE = "</script><script>alert(1)</script>\"'&<b>%{x}</b>"
+
+
+@pytest.fixture(scope="module")
+def report(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("page") / "report with spaces.html"
+    write([runs], out)
+    return out
+
+
+def settled(page) -> None:
+    page.wait_for_timeout(20)
+    page.wait_for_selector("body[data-drawn=yes]", timeout=30_000)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1400])
+def test_every_chart_is_drawn_and_nothing_scrolls_sideways(open_page, report: Path, width: int, scheme: str) -> None:
+    page = open_page(report, width, scheme)
+    assert {chart: page.evaluate(DRAWN, chart) for chart in CHARTS if not page.evaluate(DRAWN, chart)} == {}
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / f"report-{width}-{scheme}.png", full_page=True)
+
+
+@pytest.mark.slow
+def test_the_papers_rounds_study_is_drawn_whole(open_page, tmp_path: Path) -> None:
+    quick = runs_of(study_named("rounds").quick_lines(), quick=True)
+    run_all([run for run in quick if run.dataset == "synthetic-iid"], tmp_path / "runs", jobs=1)
+    write([tmp_path / "runs"], tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html")
+    assert {chart: page.evaluate(DRAWN, chart) for chart in CHARTS if not page.evaluate(DRAWN, chart)} == {}
+    labels = page.locator("#legend").inner_text()
+    assert "fedavg-contextual (k2=0)" in labels
+    assert "fedavg-contextual (k2=N)" in labels
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / "rounds.png", full_page=True)
+
+
+def test_the_axis_switch_changes_charts_and_table(open_page, report: Path) -> None:
+    page = open_page(report)
+    title = "() => document.querySelector('#loss .xtitle').textContent"
+    assert page.evaluate(title) == "round"
+    page.get_by_label("simulated seconds").check(force=True)
+    settled(page)
+    assert page.evaluate(title) == "simulated seconds"
+    assert " s" in page.locator("#results tbody").inner_text()
+    page.get_by_label("bytes", exact=True).check(force=True)
+    settled(page)
+    assert "bytes" in page.evaluate(title)
+    assert "B" in page.locator("#results tbody td").last.inner_text() or "–" in page.locator("#results").inner_text()
+
+
+def test_a_legend_entry_hides_its_line_everywhere_and_brings_it_back(open_page, report: Path) -> None:
+    page = open_page(report)
+    before = page.evaluate(LINES)
+    entry = page.get_by_role("button", name="folb")
+    entry.click()
+    settled(page)
+    assert entry.get_attribute("aria-pressed") == "false"
+    assert page.evaluate(LINES) < before
+    assert page.evaluate("() => Plotly && document.getElementById('reach').data.length") == len(ALGORITHMS) - 1
+    entry.focus()
+    page.keyboard.press("Enter")
+    settled(page)
+    assert page.evaluate(LINES) == before
+
+
+def test_the_table_sorts_by_any_column_both_ways(open_page, report: Path) -> None:
+    page = open_page(report)
+    losses = lambda: [float(text) for text in page.locator("#results tbody td:nth-child(2)").all_inner_texts()]  # noqa: E731
+    header = page.get_by_role("button", name="final loss")
+    header.click()
+    assert losses() == sorted(losses())
+    page.get_by_role("button", name="final loss").press("Enter")
+    assert losses() == sorted(losses(), reverse=True)
+    assert page.locator("th[aria-sort=descending]").inner_text().startswith("final loss")
+
+
+def test_ratios_are_to_the_baseline_chosen(open_page, report: Path) -> None:
+    page = open_page(report)
+    for label in ALGORITHMS:
+        page.get_by_label("Baseline").select_option(label)
+        row = page.locator("tr.baseline")
+        assert row.locator("th").inner_text() == label
+        assert set(row.locator("small").all_inner_texts()) <= {"1.00×"}
+    assert page.locator("#results small").count() > 0
+
+
+def test_dark_and_light_change_page_and_charts(open_page, report: Path) -> None:
+    page = open_page(report)
+    colours = (
+        "() => [getComputedStyle(document.body).backgroundColor, document.getElementById('loss').layout.font.color]"
+    )
+    light = page.evaluate(colours)
+    page.get_by_role("button", name="Switch between light and dark").click()
+    settled(page)
+    dark = page.evaluate(colours)
+    assert light[0] != dark[0]
+    assert light[1] != dark[1]
+
+
+def test_log_scale_and_another_run(open_page, report: Path) -> None:
+    page = open_page(report)
+    page.get_by_label("log loss").check()
+    settled(page)
+    assert page.evaluate("document.getElementById('loss').layout.yaxis.type") == "log"
+    page.locator("#run").select_option("fedavg, seed 1")
+    settled(page)
+    assert "no promises" in page.locator("#promise-note").inner_text()
+    assert page.locator("#left tbody tr").count() > 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_rule_of_accessibility_is_broken(open_page, report: Path, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    page = open_page(report, scheme=scheme)
+    found = axe.Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
+
+
+def test_the_settings_can_be_copied(open_page, report: Path) -> None:
+    page = open_page(report, permissions=["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Copy").click()
+    page.get_by_role("button", name="Copied").wait_for()
+    assert "synthetic-1-1" in page.evaluate("navigator.clipboard.readText()")
+
+
+def test_the_layout_does_not_jump_when_charts_arrive(open_page, report: Path) -> None:
+    page = open_page(report)
+    shifts = """() => new Promise(done => new PerformanceObserver(list => done(list.getEntries()
+      .reduce((sum, entry) => sum + entry.value, 0))).observe({type: 'layout-shift', buffered: true}) || setTimeout(() => done(0), 500))"""
+    assert page.evaluate(shifts) < 0.1
+
+
+def test_the_page_prints(open_page, report: Path) -> None:
+    page = open_page(report, scheme="dark")
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    text = page.pdf(path=SCREENSHOTS / "report.pdf", format="A4", print_background=True)
+    assert text.startswith(b"%PDF")
+
+
+@pytest.mark.parametrize("unit", ["rounds", "simulated seconds"])
+def test_hostile_records_give_a_whole_page_of_plain_text(open_page, write_run, tmp_path: Path, unit: str) -> None:
+    rounds = [
+        {"loss": 1e300, "accuracy": 0.5, "devices": [HOSTILE, 2], "weights": [0.5], "excluded": {HOSTILE: HOSTILE}},
+        '{"number": 2, "loss": NaN, "accuracy": Infinity, "weights": "no"}',
+        {"number": -4, "loss": "1", "devices": 3, "excluded": [], "seconds": -1e99},
+        {"loss": 2.0, "accuracy": 0.7, "seconds": 1e99, "devices": ["$x^2$", "a" * 300], "weights": [1e99, -1e99]},
+        {"promised_change": -1e80, "measured_change": 1e80, "condition": 1e16, "smoothness": 1e-30, "curvature": -5},
+        '{"number": 9, "loss": 1.2, "accu',
+    ]
+    path = write_run(rounds, dataset=HOSTILE, algorithm=HOSTILE)
+    write([path], tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html", width=390)
+    page.get_by_label(unit, exact=True).check(force=True)
+    settled(page)
+    assert HOSTILE in page.locator("#headline").inner_text()
+    assert HOSTILE in page.locator("#left tbody").inner_text()
+    assert HOSTILE in page.locator("#legend").inner_text()
+    assert page.evaluate("document.querySelectorAll('script').length") == 5
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert "cut short" in page.locator("#problems").text_content()
+    assert page.evaluate(DRAWN, "loss")
+
+
+def test_runs_without_measures_say_so_instead_of_drawing(open_page, write_run, tmp_path: Path) -> None:
+    write([write_run([{"number": 1}])], tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html")
+    assert page.locator(".chart.empty").count() == len(CHARTS)
+    assert "No accuracy level was reached" in page.locator("#reach-note").inner_text()

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from typer.testing import CliRunner
+
+from fedcontext.cli import app
+from fedcontext.errors import FedcontextError
+from fedcontext.experiment import Experiment, settings_from_toml
+from fedcontext.loading import Run, load
+from fedcontext.records import read
+from fedcontext.report import write
+from fedcontext.report.page import to_html, to_json
+from fedcontext.report.scenes import POINTS, content
+from fedcontext.report.thinning import thin
+from fedcontext.summary import median_rounds, summarise
+
+from .conftest import ALGORITHMS, SEEDS, experiments
+
+HOSTILE = "</script><script>alert(1)</script>\"'&<img src=x onerror=alert(1)>"
+
+
+@given(arrays.arrays(np.float64, st.integers(1, 300), elements=st.floats(-1e6, 1e6)), st.integers(4, 100))
+def test_thinning_keeps_the_ends_and_the_extremes(values: np.ndarray, count: int) -> None:
+    kept = thin(values, count)
+    assert len(kept) <= count
+    assert list(kept) == sorted(set(kept.tolist()))
+    assert {0, len(values) - 1} <= set(kept.tolist())
+    assert {values.min(), values.max()} <= set(values[kept].tolist())
+
+
+@given(st.recursive(st.text() | st.floats(allow_nan=False, allow_infinity=False), st.lists))
+def test_embedded_json_says_the_same_and_cannot_end_its_script(value: object) -> None:
+    text = to_json(value)
+    assert json.loads(text) == value
+    assert "<" not in text
+
+
+def test_the_page_agrees_with_the_summary(runs: Path) -> None:
+    scene = content(*load([runs]))["scenes"][0]
+    assert [group["label"] for group in scene["groups"]] == list(ALGORITHMS)
+    for group in scene["groups"]:
+        files = [path for path in runs.glob("*.jsonl") if read(path)[0]["settings"]["algorithm"] == group["label"]]
+        summaries = [summarise(read(path)[1], scene["levels"]) for path in files]
+        assert group["final"]["loss"] == pytest.approx(np.mean([s.loss for s in summaries]), rel=1e-4)
+        assert group["final"]["accuracy"] == pytest.approx(np.mean([s.accuracy for s in summaries]), rel=1e-4)
+        assert group["final"]["swing"] == pytest.approx(np.mean([s.swing for s in summaries]), rel=1e-4)
+        for level, count in zip(scene["levels"], group["reach"]["rounds"], strict=True):
+            assert (count or np.inf) == median_rounds([s.rounds_to[level] for s in summaries])
+
+
+def test_seconds_and_bytes_to_a_level_are_those_spent_until_then(write_run) -> None:
+    rounds = [{"accuracy": a, "seconds": 10, "bytes_up": 3, "bytes_down": 4} for a in (0.1, 0.55, 0.2, 0.65)]
+    scene = content(*load([write_run(rounds)]))["scenes"][0]
+    assert scene["levels"][-2:] == [0.5, 0.6]
+    assert {unit: costs[-2:] for unit, costs in scene["groups"][0]["reach"].items()} == {
+        "rounds": [2, 4],
+        "seconds": [20, 40],
+        "bytes": [14, 28],
+    }
+
+
+def test_runs_that_differ_in_a_setting_are_separate_lines_named_by_it(write_run) -> None:
+    paths = [write_run([{"loss": 1}], f"{k2}-{seed}", k2=k2, seed=seed) for k2 in (0, 10) for seed in (0, 1)]
+    groups = content(*load(paths))["scenes"][0]["groups"]
+    assert [(group["label"], group["seeds"]) for group in groups] == [
+        ("fedavg (k2=0)", ["0", "1"]),
+        ("fedavg (k2=10)", ["0", "1"]),
+    ]
+
+
+def test_a_setting_is_named_where_it_tells_lines_apart_or_makes_a_comparison_unequal(write_run) -> None:
+    odd = {"fedavg": [(1, 1)], "folb": [(1, 1), (2, 1)], "fedprox": [(1, 3)]}
+    pairs = [(name, *pair) for name, pairs in odd.items() for pair in pairs]
+    paths = [write_run([], f"{name}{a}{b}", algorithm=name, a=a, b=b) for name, a, b in pairs]
+    labels = [group["label"] for group in content(*load(paths))["scenes"][0]["groups"]]
+    assert labels == ["fedavg (b=1)", "fedprox (b=3)", "folb (a=1, b=1)", "folb (a=2, b=1)"]
+
+
+def test_every_data_set_has_its_own_scene(write_run) -> None:
+    paths = [write_run([{"loss": 1}], name, dataset=name) for name in ("mnist", "femnist")]
+    assert [scene["dataset"] for scene in content(*load(paths))["scenes"]] == ["mnist", "femnist"]
+
+
+def test_a_promise_failed_where_the_loss_fell_less_than_it_said(write_run) -> None:
+    pairs = [(-1.0, -2.0), (-1.0, -0.5), (-1.0, -1.0), (None, -1.0), (-1.0, None)]
+    rounds = [{"promised_change": promised, "measured_change": measured} for promised, measured in pairs]
+    promise = content(*load([write_run(rounds)]))["scenes"][0]["runs"][0]["promise"]
+    assert (promise["failed"], promise["failures"], promise["of"]) == ([[2, -0.5]], 1, 3)
+
+
+def test_who_was_left_out_when_and_why(write_run) -> None:
+    late = {"excluded": {"7": "late"}}
+    rounds = [late, late, {"excluded": {"3": "slow", "7": "late"}}, {}, {**late, "lost": True}]
+    left = content(*load([write_run(rounds)]))["scenes"][0]["runs"][0]["left_out"]
+    assert left["rows"] == [["7", "late", 4, "1–3, 5"], ["3", "slow", 1, "3"]]
+    assert left["lost"] == "5"
+
+
+def test_the_settings_on_the_page_repeat_the_runs(runs: Path, tmp_path: Path) -> None:
+    repeats = content(*load([runs]))["scenes"][0]["repeats"]
+    assert len(repeats) == 1
+    file = tmp_path / "repeat.toml"
+    file.write_text(repeats[0], encoding="utf-8")
+    settings = settings_from_toml(file)
+    names, seeds = settings.pop("algorithms"), settings.pop("seeds")
+    assert (sorted(names), seeds) == (sorted(ALGORITHMS), list(SEEDS))
+    again = {Experiment(**settings, algorithm=name, seed=seed) for name in names for seed in seeds}
+    assert again == set(experiments())
+
+
+def test_text_from_records_stays_text(write_run, tmp_path: Path) -> None:
+    rounds = [{"devices": [HOSTILE], "weights": [1.0], "excluded": {HOSTILE: HOSTILE}, "loss": 1.0}]
+    runs, problems = load([write_run(rounds, dataset=HOSTILE, algorithm=HOSTILE, odd={HOSTILE: HOSTILE})])
+    page = to_html(content(runs, [*problems, HOSTILE]))
+    without_plotly = re.sub(r"<script>/\*\*\s+\* plotly.*?</script>", "", page, flags=re.DOTALL)
+    assert "alert(1)</script>" not in without_plotly
+    assert "<img" not in without_plotly
+    assert html.escape(HOSTILE) in without_plotly
+
+
+def test_half_a_character_in_a_name_does_not_stop_the_page(write_run, tmp_path: Path) -> None:
+    write([write_run([{"loss": 1}], dataset="\ud800")], tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size > 0
+
+
+def test_fifty_runs_of_a_thousand_rounds_stay_small(runs: Path) -> None:
+    whole, _ = load([runs])
+    rows = [{**whole[-1].rows[at % 6], "number": at + 1, "loss": 2 + np.sin(at)} for at in range(1000)]
+    many = [Run(str(rate), {**whole[-1].settings, "learning_rate": rate}, {}, rows) for rate in range(50)]
+    found = content(many)
+    page = to_html(found)
+    assert len(page) < 8e6
+    for measure in ("loss", "accuracy"):
+        assert sum(len(group[measure]["mean"]) for group in found["scenes"][0]["groups"]) <= POINTS
+    assert {group["final"]["rounds"] for group in found["scenes"][0]["groups"]} == {1000}
+    assert max(found["scenes"][0]["groups"][0]["loss"]["mean"]) == pytest.approx(max(r["loss"] for r in rows), 1e-4)
+
+
+def test_the_command_writes_a_page_and_says_what_it_passed_over(runs: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("nonsense")
+    result = CliRunner().invoke(app, ["report", str(runs), str(bad), "-o", str(tmp_path / "page.html")])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert not list(tmp_path.glob(".*.part"))
+
+
+def test_a_page_that_cannot_be_written_is_named(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FedcontextError, match=r"page.html: cannot be written"):
+        write([runs], tmp_path / "file" / "page.html")
+
+
+def test_a_seed_that_waits_for_its_turn_does_not_count_as_failed(write_run) -> None:
+    paths = [write_run([{"accuracy": 0.6}], "first"), write_run([], "second", seed=1)]
+    scene = content(*load(paths))["scenes"][0]
+    assert scene["groups"][0]["reach"]["rounds"][-1] == 1
+    assert scene["sentences"][1].startswith("fedavg reached 60% accuracy after 1 round")
+
+
+def test_runs_of_another_system_are_shown_and_not_said_to_repeat_here(write_run) -> None:
+    rounds = [{"number": 1, "loss": 1.0, "accuracy": 0.5, "devices": [1407], "weights": [1.0], "seconds": 2.0}]
+    scene = content(*load([write_run(rounds, algorithm="FedAvg, contextual", k2=0)]))["scenes"][0]
+    assert not scene["comparable"]
+    assert scene["groups"][0]["label"] == "FedAvg, contextual"
+    assert scene["runs"][0]["stages"] == [{"round": 1, "devices": ["1407"], "weights": [1.0]}]
+
+
+def test_a_run_without_any_round_gives_a_page(write_run) -> None:
+    assert "0 rounds" in to_html(content(*load([write_run([])])))
+
+
+def test_all_settings_of_an_experiment_are_on_the_page(runs: Path) -> None:
+    text = content(*load([runs]))["scenes"][0]["repeats"][0]
+    for field in dataclasses.fields(Experiment):
+        assert field.name in text

@@ -1,0 +1,45 @@
+"""The examples run as they are."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fedcontext as fc
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def lines_of(path: Path) -> list[str]:
+    return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def test_the_quickstart_compares_three_algorithms_in_a_picture(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLES / "quickstart.py"))
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "fedavg",
+        "folb",
+        "fedavg-contextual",
+    ]
+    assert (tmp_path / "quickstart.png").read_bytes().startswith(b"\x89PNG")
+    assert len(lines_of(EXAMPLES / "quickstart.py")) < 25
+
+
+def test_the_rule_added_in_the_docs_clips_and_learns():
+    before = dict(fc.ALGORITHMS)
+    try:
+        made = runpy.run_path(str(EXAMPLES / "add_a_rule.py"))
+    finally:
+        fc.ALGORITHMS.clear()
+        fc.ALGORITHMS.update(before)
+    losses = [record.loss for record in made["records"]]
+    assert losses[-1] < losses[0]
+    lengths = np.array([1.0, 2.0, 8.0])
+    weights, _ = made["clipped"]().weigh(fc.Geometry(gram=np.diag(lengths**2), samples=np.ones(3)), None)
+    assert (weights * lengths).max() == pytest.approx(2 / 3)
+    assert len(lines_of(EXAMPLES / "add_a_rule.py")) <= 15

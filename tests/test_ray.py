@@ -1,0 +1,101 @@
+"""A Ray cluster gives the results of one machine, whatever its workers and whatever happens to them."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+
+import fedcontext as fc
+from fedcontext.cohorts import Work, engine_named
+from fedcontext.cohorts.ray import SoftmaxRay
+from fedcontext.datasets.synthetic import synthetic
+from fedcontext.local import Local
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def data():
+    return synthetic(1, 1, devices=12)
+
+
+@pytest.fixture(scope="module")
+def two(cluster, data):
+    return SoftmaxRay(data, workers=2)
+
+
+def work_of(devices, number=1):
+    return Work(0, number, np.array(devices), np.arange(1, len(devices) + 1), Local(0.01, 10, 0.1))
+
+
+def same(ours, theirs):
+    return all(np.array_equal(own, other) for own, other in zip(ours, theirs, strict=True))
+
+
+def test_workers_give_the_updates_and_gradients_of_one_machine(two, data):
+    alone = engine_named("fast", data)
+    params, devices = alone.start() + np.float32(0.01), np.array([3, 11, 0, 7, 5])
+    assert same(two.train(params, work_of(devices)), alone.train(params, work_of(devices)))
+    assert same(two.gradients(params, devices), alone.gradients(params, devices))
+    weights = np.full(5, 0.2)
+    assert np.array_equal(two.gradient(params, devices, weights), alone.gradient(params, devices, weights))
+
+
+def test_one_device_on_two_workers_is_no_trouble(two, data):
+    params = two.start()
+    assert same(two.train(params, work_of([4])), engine_named("fast", data).train(params, work_of([4])))
+
+
+def test_the_number_of_workers_changes_nothing(two, data):
+    one, params = SoftmaxRay(data, workers=1), two.start()
+    assert same(two.train(params, work_of(range(12))), one.train(params, work_of(range(12))))
+
+
+def test_the_devices_of_a_worker_lost_between_rounds_are_run_on_a_new_one(two, data):
+    params = two.start()
+    ray.kill(two.workers[0])
+    expected = engine_named("fast", data).train(params, work_of(range(12), 2))
+    assert same(two.train(params, work_of(range(12), 2)), expected)
+
+
+def test_the_devices_of_a_worker_lost_at_work_are_run_again(two, data):
+    params, work, before = two.start(), work_of(range(12), 3), pids_of(two)
+    two.workers[1].__ray_call__.remote(lambda _: os.kill(os.getpid(), signal.SIGKILL))  # the training is queued behind
+    assert same(two.train(params, work), engine_named("fast", data).train(params, work))
+    assert pids_of(two)[0] == before[0]
+    assert pids_of(two)[1] != before[1]
+
+
+def test_workers_that_are_always_lost_end_in_a_sentence(two):
+    def task(worker, rows):
+        ray.kill(worker)
+        return worker.gradients.remote(two.start(), rows)
+
+    with pytest.raises(fc.FedcontextError, match="lost in each of 4 tries"):
+        two._shared_out(task, np.ones(2, np.int64))
+
+
+def pids_of(engine):
+    return ray.get([worker.__ray_call__.remote(lambda _: os.getpid()) for worker in engine.workers])
+
+
+def test_whole_runs_are_those_of_one_machine(cluster, data):
+    settings = {"algorithm": "fedprox-contextual", "rounds": 3, "k2": 4, "devices_per_round": 5}
+    ours, theirs = (list(fc.rounds(data=data, engine=engine, **settings)) for engine in ("ray", "fast"))
+    assert ours == theirs
+
+
+def test_data_made_on_demand_is_made_on_the_workers(cluster):
+    data = synthetic(1, 1, devices=500, on_demand=True)
+    ours, alone = SoftmaxRay(data, workers=2), engine_named("fast", data)
+    assert same(ours.train(ours.start(), work_of([400, 2])), alone.train(ours.start(), work_of([400, 2])))
