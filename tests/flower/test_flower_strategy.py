@@ -12,8 +12,10 @@ from flower_grid import MemoryGrid
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import strategy as stock
 from flwr.serverapp.strategy import FedAvg, FedProx, Result
+from typer.testing import CliRunner
 
 import fedcontext as fc
+from fedcontext import cli
 from fedcontext.algorithms import ALGORITHMS
 from fedcontext.flower import ContextualStrategy, numpy_client
 from fedcontext.flower.exchange import plan_tasks
@@ -160,6 +162,14 @@ def test_records_and_metrics_tell_the_round(tmp_path: Path) -> None:
         assert not record.lost
     assert set(result.evaluate_metrics_clientapp[1]) == {"loss", "accuracy"}
     assert json.loads((tmp_path / "run.jsonl").read_text().splitlines()[0])["settings"]["dataset"] == "federation"
+
+
+def test_a_federations_records_make_the_page_and_table_that_simulations_make(tmp_path: Path) -> None:
+    federation(records=tmp_path / "run.jsonl")
+    for command, file in (("report", "page.html"), ("export", "table.csv")):
+        done = CliRunner().invoke(cli.app, [command, str(tmp_path / "run.jsonl"), "-o", str(tmp_path / file)])
+        assert done.exit_code == 0, done.output
+        assert "FedAvg, contextual" in (tmp_path / file).read_text(encoding="utf-8")
 
 
 def test_a_stock_client_that_answers_with_weights_gives_the_same_model() -> None:
