@@ -137,6 +137,9 @@ def run(
     out_dir: Annotated[
         Path, typer.Option("--out", help="Directory for records and the TOML that repeats the run.")
     ] = Path("runs"),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Checkpoint every round, and go on from the last checkpoint in --out.")
+    ] = False,
     report: ReportPage = None,
     track: Track = "",
     quiet: Quiet = False,
@@ -149,7 +152,7 @@ def run(
             raise FedcontextError(f"{file}: {several} is for `fedcontext compare`; here it is {several[:-1]}")
     experiment = Experiment(**settings)
     with _interruptible(out_dir), watching([experiment], out_dir, quiet=quiet, report=report, track=track) as on_round:
-        records = run_one(experiment, out_dir, on_round)
+        records = run_one(experiment, out_dir, on_round, resume=resume)
     path = out_dir / f"{experiment.name}.jsonl"
     if as_json:
         typer.echo(json.dumps({"records": str(path), **_plain(summarise(records))}))

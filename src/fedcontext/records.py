@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -41,25 +42,33 @@ class RoundRecord:
     lost: bool = False  # too few answers: the model was kept
 
 
-def manifest(experiment: Experiment) -> dict[str, Any]:
+def manifest(experiment: Experiment | Mapping[str, Any]) -> dict[str, Any]:
     """Return the first line of a run's file: its settings, and the versions that made it.
+
+    A run outside the simulator gives its settings as a mapping.
 
     >>> manifest(Experiment())["settings"]["dataset"]
     'synthetic-1-1'
     """
     versions = {"fedcontext": __version__, "numpy": np.__version__, "python": platform.python_version()}
-    return {"schema": SCHEMA, "settings": dataclasses.asdict(experiment), "versions": versions}
+    settings = dataclasses.asdict(experiment) if isinstance(experiment, Experiment) else dict(experiment)
+    return {"schema": SCHEMA, "settings": settings, "versions": versions}
 
 
-def write(experiment: Experiment, records: Iterable[RoundRecord], file: IO[str]) -> Iterator[RoundRecord]:
+def write(
+    experiment: Experiment | Mapping[str, Any], records: Iterable[RoundRecord], file: IO[str]
+) -> Iterator[RoundRecord]:
     """Yield ``records`` while writing the manifest and each of them to ``file`` as a complete line.
+
+    A file that already holds rounds (see `keep`) has its manifest, and is only added to.
 
     >>> import io
     >>> file = io.StringIO()
     >>> list(write(Experiment(), [], file)), file.getvalue()[:12]
     ([], '{"schema": 1')
     """
-    print(_line(manifest(experiment)), file=file, flush=True)
+    if file.tell() == 0:
+        print(_line(manifest(experiment)), file=file, flush=True)
     for record in records:
         print(_line(dataclasses.asdict(record)), file=file, flush=True)
         yield record
@@ -75,6 +84,20 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[RoundRecord]]:
         return head, [_record(json.loads(line)) for line in lines[1:-1]]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise FedcontextError(f"{path}: not a run of fedcontext ({type(error).__name__}: {error})") from None
+
+
+def keep(path: Path, rounds: int) -> list[RoundRecord]:
+    """Return the first ``rounds`` records of a run's file, after cutting the file behind them: to go on from there."""
+    if not path.exists():
+        raise FedcontextError(f"{path}: rounds 1 to {rounds} are to be kept, but the file is not there")
+    _, records = read(path)
+    if [record.number for record in records[:rounds]] != list(range(1, rounds + 1)):
+        raise FedcontextError(f"{path}: rounds 1 to {rounds} are to be kept, but it holds {len(records)} in all")
+    lines = path.read_text(encoding="utf-8").split("\n")
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    fresh.write_text("\n".join(lines[: rounds + 1]) + "\n", encoding="utf-8")
+    os.replace(fresh, path)
+    return records[:rounds]
 
 
 def _record(fields: dict[str, Any]) -> RoundRecord:

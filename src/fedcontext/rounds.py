@@ -71,9 +71,9 @@ class Simulation:
         after = State(plan.number, params, state.rule if result is None else result.state, loss)
         return after, self._record(plan, got, result, state.loss, loss, accuracy)
 
-    def play(self) -> Iterator[tuple[State, RoundRecord]]:
-        """Yield the state and the record of every round."""
-        state = self.start()
+    def play(self, state: State | None = None) -> Iterator[tuple[State, RoundRecord]]:
+        """Yield the state and the record of every round, or of those after ``state``."""
+        state = self.start() if state is None else state
         while state.number < self.experiment.rounds:
             state, record = self.step(state)
             yield state, record
@@ -144,7 +144,7 @@ class Simulation:
             promised_change=result.promised_change if result else None,
             measured_change=change,
             smoothness=self.algorithm.rule.smoothness,
-            curvature=_curvature_along(result, change) if result and change is not None else None,
+            curvature=curvature_along(result, change) if result and change is not None else None,
             condition=result.geometry.condition if result else None,
             seconds=got.seconds,
             bytes_down=got.bytes_down,
@@ -222,7 +222,7 @@ def _measured(engine: Engine, data: FederatedData) -> float:
     return max(beta, curvature(slope, start - slope(start) / beta))
 
 
-def _curvature_along(result: Aggregation, change: float) -> float | None:
+def curvature_along(result: Aggregation, change: float) -> float | None:
     """Return the β with which the bound would have met the change: 2 (change - b·α) / αᵀ G α."""
     geometry, count = result.geometry, len(result.weights)
     square = float(result.weights @ geometry.gram[:count, :count] @ result.weights)

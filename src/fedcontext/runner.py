@@ -11,28 +11,57 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from fedcontext import checkpoint
+from fedcontext.errors import require
 from fedcontext.experiment import Experiment, to_toml
-from fedcontext.records import RoundRecord, write
-from fedcontext.rounds import prepare
+from fedcontext.records import RoundRecord, keep, write
+from fedcontext.rounds import Simulation, State, prepare
 
 OnRound: TypeAlias = Callable[[Experiment, RoundRecord], None]
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def run(experiment: Experiment, out: Path, on_round: OnRound = lambda experiment, record: None) -> list[RoundRecord]:
+def run(
+    experiment: Experiment,
+    out: Path,
+    on_round: OnRound = lambda experiment, record: None,
+    *,
+    resume: bool = False,
+) -> list[RoundRecord]:
     """Run an experiment and return its records, written to ``out`` round by round beside the TOML that repeats it.
 
     Nothing is written before the settings and the data have been checked; an interrupt leaves complete lines.
+    ``resume`` keeps a checkpoint of every round too, and goes on from the one that is there: a run killed at any
+    moment and started again ends with the same params and records, to the bit.
     """
+    if resume:
+        require("safetensors", extra="resume")
     simulation = prepare(experiment)
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{experiment.name}.toml").write_text(to_toml(experiment), encoding="utf-8")
-    with (out / f"{experiment.name}.jsonl").open("w", encoding="utf-8") as file:
-        done = []
-        for record in write(experiment, (record for _, record in simulation.play()), file):
+    path, saved = out / f"{experiment.name}.jsonl", out / f"{experiment.name}.safetensors"
+    state = _saved_state(simulation, saved) if resume and saved.exists() else None
+    done = keep(path, state.number) if state else []
+    for record in done:
+        on_round(experiment, record)
+    with path.open("a" if state else "w", encoding="utf-8") as file:
+        for record in write(experiment, _played(simulation, state, saved if resume else None), file):
             done.append(record)
             on_round(experiment, record)
         return done
+
+
+def _played(simulation: Simulation, state: State | None, saved: Path | None) -> Iterator[RoundRecord]:
+    """Yield the rounds to come; each is checkpointed after its record has been written."""
+    for after, record in simulation.play(state):
+        yield record
+        if saved is not None:
+            checkpoint.save(saved, after.params, after.rule, {"number": after.number, "loss": after.loss})
+
+
+def _saved_state(simulation: Simulation, saved: Path) -> State:
+    found = checkpoint.load(saved, simulation.engine.start())
+    return State(found.facts["number"], found.params, found.rule, found.facts["loss"])
 
 
 def run_all(

@@ -1,0 +1,6 @@
+"""The devices' side: three plain NumPy functions."""
+
+from fedcontext.flower import numpy_client
+from fedcontext_app.task import evaluate, gradient, train
+
+app = numpy_client(train, gradient, evaluate)

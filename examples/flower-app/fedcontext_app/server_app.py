@@ -1,0 +1,42 @@
+"""The server's side: FedAvg with its aggregation replaced."""
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+from fedcontext.flower import ContextualStrategy
+from fedcontext.flower.wire import record_of
+from fedcontext_app.task import algorithm, start
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    config = context.run_config
+    nodes = int(config["min-nodes"])
+    probes = str(config["probes"])
+    strategy = ContextualStrategy(
+        FedAvg(
+            fraction_train=float(config["fraction-train"]),
+            fraction_evaluate=float(config["fraction-evaluate"]),
+            min_train_nodes=1,
+            min_evaluate_nodes=1,
+            min_available_nodes=nodes,
+        ),
+        rule=algorithm(config).rule,
+        probes=int(probes) if probes.isdigit() else probes,
+        seed=int(config["seed"]),
+        epochs=(int(config["min-epochs"]), int(config["max-epochs"])),
+        min_replies=int(config["min-replies"]),
+        node_timeout=float(config["node-timeout"]),
+        records=config["records"] or None,
+        checkpoint=config["checkpoint"] or None,
+        name=str(config["dataset"]),
+    )
+    strategy.start(
+        grid,
+        record_of(start(config)),
+        num_rounds=int(config["num-server-rounds"]),
+        timeout=float(config["timeout"]),
+    )

@@ -1,0 +1,59 @@
+"""What a device does: softmax regression on its share of a data set, with the simulator's own engine."""
+
+import numpy as np
+from flwr.app import Context, UserConfig
+
+import fedcontext as fc
+from fedcontext.algorithms import Algorithm, algorithm_named
+from fedcontext.cohorts import Work
+from fedcontext.cohorts.softmax import SoftmaxReference
+from fedcontext.datasets.federated import FederatedData, Split
+
+
+def algorithm(config: UserConfig) -> Algorithm:
+    rate = float(config["learning-rate"])
+    knobs = fc.Knobs(
+        learning_rate=rate,
+        smoothness=float(config["smoothness"]) or 1 / rate,
+        batch_size=int(config["batch-size"]),
+        mu=float(config["mu"]),
+    )
+    return algorithm_named(str(config["algorithm"]), knobs)
+
+
+def start(config: UserConfig) -> dict[str, np.ndarray]:
+    return {"softmax": SoftmaxReference(fc.load(str(config["dataset"]))).start()}
+
+
+def train(params: dict[str, np.ndarray], config: dict, context: Context) -> tuple[dict[str, np.ndarray], int]:
+    device, data = own_data(context)
+    epochs = np.array([config["local-epochs"]])
+    local = algorithm(context.run_config).local
+    work = Work(int(context.run_config["seed"]), config["server-round"], np.array([device]), epochs, local)
+    (update,) = SoftmaxReference(data).train(params["softmax"], work)
+    return {"softmax": params["softmax"] + update}, int(data.train.sizes[device])
+
+
+def gradient(params: dict[str, np.ndarray], context: Context) -> tuple[dict[str, np.ndarray], int]:
+    device, data = own_data(context)
+    (found,) = SoftmaxReference(data).gradients(params["softmax"], np.array([device]))
+    return {"softmax": found}, int(data.train.sizes[device])
+
+
+def evaluate(params: dict[str, np.ndarray], context: Context) -> dict[str, float]:
+    device, data = own_data(context)
+    loss, accuracy = SoftmaxReference(only(data, device)).evaluate(params["softmax"])
+    return {"loss": loss, "accuracy": accuracy, "num-examples": int(data.train.sizes[device])}
+
+
+def own_data(context: Context) -> tuple[int, FederatedData]:
+    """Return which device this node plays, and the data set it has a share of."""
+    return int(context.node_config["partition-id"]), fc.load(str(context.run_config["dataset"]))
+
+
+def only(data: FederatedData, device: int) -> FederatedData:
+    def share(split: Split) -> Split:
+        rows = split.rows(device)
+        return Split(split.features[rows], split.labels[rows], np.array([0, rows.stop - rows.start]))
+
+    return FederatedData(data.name, share(data.train), share(data.test), data.classes)

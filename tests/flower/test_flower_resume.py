@@ -1,0 +1,118 @@
+"""A server killed at any moment of a round and started again ends with the model of a run never interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fedcontext_app import task
+from flower_grid import MemoryGrid
+from flwr.serverapp.strategy import FedAvg
+
+import fedcontext as fc
+from fedcontext import checkpoint
+from fedcontext.flower import ContextualStrategy, numpy_client
+from fedcontext.flower.wire import arrays_of, record_of
+from fedcontext.rules import Rule
+
+CONFIG = {
+    "dataset": "synthetic-1-1",
+    "algorithm": "fedavg-contextual",
+    "batch-size": 10,
+    "learning-rate": 0.05,
+    "smoothness": 0.0,
+    "mu": 0.0,
+    "seed": 0,
+}
+APP = numpy_client(task.train, task.gradient, task.evaluate)
+
+
+class Killed(BaseException): ...
+
+
+def momentum() -> Rule:
+    """A rule with memory, in two forms: a number and an array."""
+
+    def weigh(geometry, state):
+        count, last = state
+        weights = np.full(len(geometry.samples), 0.5 / len(geometry.samples)) + 0.1 * last.mean()
+        return weights, (count + 1, weights)
+
+    return Rule("momentum", weigh, init=lambda: (0, np.zeros(1)))
+
+
+def start(at: Path, grid: MemoryGrid | None = None, rule: Rule | None = None, rounds: int = 4, seed: int = 5):
+    strategy = ContextualStrategy(
+        FedAvg(fraction_train=0.5),
+        rule or fc.contextual(20),
+        seed=seed,
+        epochs=(1, 2),
+        records=at / "run.jsonl",
+        checkpoint=at / "run.safetensors",
+    )
+    return strategy.start(grid or MemoryGrid(APP, range(8), CONFIG), record_of(task.start(CONFIG)), rounds)
+
+
+def files(at: Path) -> tuple[bytes, list[dict]]:
+    records = [vars(record) | {"seconds": 0} for record in fc.read(at / "run.jsonl")[1]]
+    return (at / "run.safetensors").read_bytes(), records
+
+
+@pytest.mark.parametrize("rule", [fc.contextual(20), momentum()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("exchange", range(1, 9))  # two a round: training and evaluation
+def test_a_killed_server_goes_on_to_the_same_bits(tmp_path: Path, exchange: int, rule: Rule) -> None:
+    start(tmp_path / "whole", rule=rule)
+    grid = MemoryGrid(APP, range(8), CONFIG)
+
+    def kill(partition, message, reply):
+        if len(grid.sent) == exchange + 1:  # the first asked the devices who they are
+            raise Killed
+        return [reply]
+
+    grid.meddle = kill
+    with pytest.raises(Killed):
+        start(tmp_path / "cut", grid, rule)
+    start(tmp_path / "cut", MemoryGrid(APP, range(8), CONFIG, shuffle=9), rule)  # other node ids
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
+def test_a_kill_between_record_and_checkpoint_repeats_the_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(tmp_path / "whole")
+    save = checkpoint.save
+
+    def kill(path, params, rule, facts):
+        if facts["number"] == 3:
+            raise Killed
+        save(path, params, rule, facts)
+
+    monkeypatch.setattr(checkpoint, "save", kill)
+    with pytest.raises(Killed):
+        start(tmp_path / "cut")
+    monkeypatch.setattr(checkpoint, "save", save)
+    assert len(fc.read(tmp_path / "cut" / "run.jsonl")[1]) == 3
+    start(tmp_path / "cut")
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
+def test_more_rounds_can_be_asked_of_a_finished_run(tmp_path: Path) -> None:
+    start(tmp_path / "whole")
+    start(tmp_path / "more", rounds=2)
+    start(tmp_path / "more", rounds=4)
+    assert files(tmp_path / "more") == files(tmp_path / "whole")
+
+
+def test_a_finished_run_returns_its_model_at_once(tmp_path: Path) -> None:
+    first, grid = start(tmp_path), MemoryGrid(APP, [])
+    again = start(tmp_path, grid)
+    assert arrays_of(again.arrays)["softmax"].tobytes() == arrays_of(first.arrays)["softmax"].tobytes()
+    assert not grid.sent
+
+
+@pytest.mark.parametrize(("what", "other"), [("seed", {"seed": 6}), ("rule", {"rule": fc.mean()})])
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path, what: str, other: dict) -> None:
+    start(tmp_path, rounds=1)
+    with pytest.raises(fc.FedcontextError, match=rf"run.safetensors: {what} must be"):
+        start(tmp_path, **other)

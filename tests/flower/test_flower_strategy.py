@@ -1,0 +1,191 @@
+"""The strategy on a grid in memory: it is the simulator, whatever order nodes and replies come in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fedcontext_app import task
+from flower_grid import MemoryGrid
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp import strategy as stock
+from flwr.serverapp.strategy import FedAvg, FedProx, Result
+from typer.testing import CliRunner
+
+import fedcontext as fc
+from fedcontext import cli
+from fedcontext.algorithms import ALGORITHMS
+from fedcontext.flower import ContextualStrategy, numpy_client
+from fedcontext.flower.exchange import plan_tasks
+from fedcontext.flower.wire import arrays_of, record_of
+
+SETTINGS = {
+    "dataset": "synthetic-1-1",
+    "algorithm": "fedavg-contextual",
+    "batch-size": 10,
+    "learning-rate": 0.05,
+    "smoothness": 0.0,
+    "mu": 0.1,
+    "seed": 3,
+}
+APP = numpy_client(task.train, task.gradient, task.evaluate)
+
+
+def federation(shuffle: int = 0, algorithm: str = "fedavg-contextual", rounds: int = 3, **settings) -> Result:
+    config = {**SETTINGS, "algorithm": algorithm}
+    grid = MemoryGrid(APP, range(30), config, shuffle=shuffle)
+    inner = FedAvg(fraction_train=1 / 3, fraction_evaluate=0.0)
+    strategy = ContextualStrategy(inner, task.algorithm(config).rule, seed=3, epochs=(1, 3), **settings)
+    return strategy.start(grid, record_of(task.start(config)), num_rounds=rounds)
+
+
+def simulation(algorithm: str, k2: int | str) -> np.ndarray:
+    settings = {"rounds": 3, "seed": 3, "epochs": (1, 3), "learning_rate": 0.05, "engine": "reference"}
+    experiment = fc.Experiment(algorithm=algorithm, k2=k2, devices_per_round=10, **settings)
+    return [state for state, _ in fc.prepare(experiment).play()][-1].params
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("probes", "k2"), [("cohort", 0), ("all", "N")])
+def test_a_federation_gives_the_simulators_model(algorithm: str, probes: str, k2: int | str) -> None:
+    found = federation(algorithm=algorithm, probes=probes, pool="all").arrays
+    np.testing.assert_allclose(arrays_of(found)["softmax"], simulation(algorithm, k2), rtol=2e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("probes", ["cohort", "all", 5])
+def test_the_order_of_nodes_and_replies_changes_no_bit(probes: str | int) -> None:
+    first, second = (arrays_of(federation(shuffle, probes=probes).arrays)["softmax"] for shuffle in (1, 2))
+    assert first.tobytes() == second.tobytes()
+
+
+def test_a_round_is_one_exchange_with_one_message_a_device() -> None:
+    grid = MemoryGrid(APP, range(12), SETTINGS)
+    inner = FedAvg(fraction_train=0.34, fraction_evaluate=0.0)
+    strategy = ContextualStrategy(inner, fc.contextual(20), probes="all", epochs=(1, 1))
+    strategy.start(grid, record_of(task.start(SETTINGS)), num_rounds=2)
+    whoami, *rounds = grid.sent
+    assert {message.metadata.message_type for message in whoami} == {"query.whoami"}
+    assert len(rounds) == 2
+    for messages in rounds:
+        assert sorted(m.metadata.message_type for m in messages) == ["query.gradient"] * 8 + ["train"] * 4
+        assert len({message.metadata.dst_node_id for message in messages}) == 12
+
+
+def test_probes_are_drawn_outside_the_cohort() -> None:
+    for number in range(1, 30):
+        tasks = plan_tasks(0, number, range(20), 6, probes=7)
+        assert sorted(task.role for task in tasks) == ["cohort"] * 6 + ["probe"] * 7
+        assert len({task.device for task in tasks}) == 13
+
+
+def test_devices_get_their_own_epochs_and_the_inner_strategys_settings() -> None:
+    seen = {}
+
+    def train(params, config, context):
+        seen[context.node_config["partition-id"]] = config
+        return params, 1
+
+    app = numpy_client(train, task.gradient)
+    strategy = ContextualStrategy(FedProx(proximal_mu=0.5), fc.contextual(20), epochs=(1, 9))
+    config = ConfigRecord({"lr": 0.1})
+    strategy.start(MemoryGrid(app, range(8), SETTINGS), record_of(task.start(SETTINGS)), 1, train_config=config)
+    assert {config["proximal-mu"] for config in seen.values()} == {0.5}
+    assert len({config["local-epochs"] for config in seen.values()}) > 1
+    assert [t.epochs for t in plan_tasks(0, 1, range(8), 8, probes="cohort", epochs=(1, 9))] == [
+        seen[t.device]["local-epochs"] for t in plan_tasks(0, 1, range(8), 8, probes="cohort", epochs=(1, 9))
+    ]
+    assert "local-epochs" not in config, "the caller's config is not ours to change"
+
+
+@pytest.mark.data("mnist")
+def test_the_example_app_learns_mnist() -> None:
+    config = {**SETTINGS, "dataset": "mnist", "learning-rate": 0.3}
+    strategy = ContextualStrategy(FedAvg(), task.algorithm(config).rule, probes="all", epochs=(1, 3))
+    result = strategy.start(MemoryGrid(APP, range(10), config), record_of(task.start(config)), 3)
+    judged = result.evaluate_metrics_clientapp
+    assert judged[3]["accuracy"] > 0.6
+    assert judged[3]["loss"] < judged[2]["loss"] < judged[1]["loss"]
+
+
+STRATEGIES = [kind for kind in vars(stock).values() if isinstance(kind, type) and issubclass(kind, FedAvg)]
+
+
+@pytest.mark.parametrize("inner", [kind for kind in STRATEGIES if "Xgb" not in kind.__name__], ids=lambda k: k.__name__)
+def test_whatever_strategy_is_inside_the_model_is_the_rules(inner: type[FedAvg]) -> None:
+    models = []
+    for kind in (FedAvg, inner):
+        extra = {"client_learning_rate": 0.1} if kind is stock.QFedAvg else {}
+        strategy = ContextualStrategy(kind(fraction_evaluate=0.0, **extra), fc.contextual(20), epochs=(1, 1))
+        grid = MemoryGrid(APP, range(4), SETTINGS)
+        models.append(arrays_of(strategy.start(grid, record_of(task.start(SETTINGS)), 2).arrays)["softmax"])
+    assert models[0].tobytes() == models[1].tobytes()
+
+
+def test_a_strategy_whose_noise_would_be_lost_is_refused() -> None:
+    private = stock.DifferentialPrivacyServerSideFixedClipping(FedAvg(), 1.0, 1.0, 4)
+    with pytest.raises(fc.FedcontextError, match="wrapper such as DifferentialPrivacyServerSideFixedClipping"):
+        ContextualStrategy(private, fc.mean())
+
+
+def test_the_smoothness_is_one_over_lr_where_no_rule_is_given() -> None:
+    strategy = ContextualStrategy(FedAvg(fraction_evaluate=0.0), epochs=(1, 1))
+    grid, start = MemoryGrid(APP, range(4), SETTINGS), record_of(task.start(SETTINGS))
+    strategy.start(grid, start, 1, train_config=ConfigRecord({"lr": 0.25}))
+    assert strategy.rule is not None
+    assert strategy.rule.smoothness == 4.0
+    with pytest.raises(fc.FedcontextError, match="give a rule, or the learning rate as 'lr'"):
+        ContextualStrategy(FedAvg()).start(grid, start, 1)
+
+
+def test_records_and_metrics_tell_the_round(tmp_path: Path) -> None:
+    grid = MemoryGrid(APP, range(6), SETTINGS)
+    strategy = ContextualStrategy(FedAvg(), fc.contextual(20), epochs=(1, 1), records=tmp_path / "run.jsonl")
+
+    def judge(number: int, arrays: ArrayRecord) -> MetricRecord:
+        return MetricRecord({"loss": 2.0 - number / 10, "accuracy": number / 10})
+
+    result = strategy.start(grid, record_of(task.start(SETTINGS)), 2, evaluate_fn=judge)
+    head, records = fc.read(tmp_path / "run.jsonl")
+    assert head["settings"]["algorithm"] == "FedAvg, contextual"
+    for number, record in enumerate(records, 1):
+        metrics = result.train_metrics_clientapp[number]
+        assert (record.number, record.accuracy, len(record.devices)) == (number, number / 10, 6)
+        assert record.measured_change == pytest.approx(-0.1)
+        assert metrics["fedcontext.weights"] == record.weights
+        assert metrics["fedcontext.promised-change"] == record.promised_change
+        assert record.promised_change < 0
+        assert record.curvature is not None
+        assert metrics["fedcontext.devices"] == record.devices
+        assert record.bytes_up == 2 * record.bytes_down
+        assert not record.lost
+    assert set(result.evaluate_metrics_clientapp[1]) == {"loss", "accuracy"}
+    assert json.loads((tmp_path / "run.jsonl").read_text().splitlines()[0])["settings"]["dataset"] == "federation"
+
+
+def test_a_federations_records_make_the_page_and_table_that_simulations_make(tmp_path: Path) -> None:
+    federation(records=tmp_path / "run.jsonl")
+    for command, file in (("report", "page.html"), ("export", "table.csv")):
+        done = CliRunner().invoke(cli.app, [command, str(tmp_path / "run.jsonl"), "-o", str(tmp_path / file)])
+        assert done.exit_code == 0, done.output
+        assert "FedAvg, contextual" in (tmp_path / file).read_text(encoding="utf-8")
+
+
+def test_a_stock_client_that_answers_with_weights_gives_the_same_model() -> None:
+    def untouched(message, context):
+        return (APP.app if message.metadata.message_type == "train" else APP)(message, context)
+
+    models = []
+    for app in (APP, untouched):
+        strategy = ContextualStrategy(FedAvg(fraction_evaluate=0.0), fc.by_samples(), epochs=(1, 2))
+        result = strategy.start(MemoryGrid(app, range(6), SETTINGS), record_of(task.start(SETTINGS)), 2)
+        models.append(arrays_of(result.arrays)["softmax"])
+    np.testing.assert_allclose(models[0], models[1], rtol=1e-6, atol=1e-8)
+
+
+def test_devices_that_cannot_say_who_they_are_go_by_their_node() -> None:
+    grid = MemoryGrid(APP.app, range(4), SETTINGS)  # a stock app: it knows neither whoami nor gradients
+    strategy = ContextualStrategy(FedAvg(fraction_evaluate=0.0), fc.mean(), epochs=(1, 1))
+    result = strategy.start(grid, record_of(task.start(SETTINGS)), 1)
+    assert sorted(result.train_metrics_clientapp[1]["fedcontext.devices"]) == sorted(grid.partitions)

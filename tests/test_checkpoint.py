@@ -1,0 +1,160 @@
+"""A killed run that is started again ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+import fedcontext as fc
+from fedcontext import checkpoint, runner
+from fedcontext.arrays import leaves
+
+leaf = arrays(st.sampled_from([np.float32, np.float64, np.int64]), st.sampled_from([(), (3,), (2, 2), (0,)]))
+memory = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text(max_size=5) | leaf,
+    lambda child: (
+        st.lists(child, max_size=3) | st.tuples(child, child) | st.dictionaries(st.text(max_size=3), child, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if type(one) in (list, tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return one == other and type(one) is type(other)
+
+
+@given(params=st.dictionaries(st.text(max_size=4), leaf, min_size=1, max_size=3), rule=memory)
+def test_what_is_loaded_is_what_was_saved_to_the_bit(tmp_path_factory, params: dict, rule: object) -> None:
+    path = tmp_path_factory.mktemp("saved") / "run.safetensors"
+    checkpoint.save(path, params, rule, {"number": 3, "loss": 0.1})
+    found = checkpoint.load(path, params)
+    assert same(found.params, params)
+    assert same(found.rule, rule)
+    assert found.facts == {"number": 3, "loss": 0.1}
+    assert [file.name for file in path.parent.iterdir()] == ["run.safetensors"]
+
+
+def test_params_come_back_in_the_library_they_came_from(tmp_path: Path) -> None:
+    params = [torch.arange(3.0), {"w": torch.ones(2, 2, dtype=torch.float64)}]
+    checkpoint.save(tmp_path / "run", params, None, {})
+    found = checkpoint.load(tmp_path / "run", params).params
+    assert torch.equal(found[0], params[0])
+    assert found[1]["w"].dtype == torch.float64
+
+
+def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    checkpoint.save(path, np.ones(2), None, {"number": 1})
+    with pytest.raises(fc.FedcontextError, match="memory must be numbers, text, NumPy arrays"):
+        checkpoint.save(path, np.zeros(2), object(), {"number": 2})
+    assert checkpoint.load(path, np.zeros(2)).facts == {"number": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00" * 100, b"\x02\x00\x00\x00\x00\x00\x00\x00{}", b"pickle"])
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "run").write_bytes(content)
+    with pytest.raises(fc.FedcontextError, match="not a checkpoint"):
+        checkpoint.load(tmp_path / "run", np.zeros(2))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "run", {"w": np.zeros(2), "b": np.zeros(1)}, None, {})
+    for like in ({"w": np.zeros(3), "b": np.zeros(1)}, {"v": np.zeros(2)}, {"w": np.zeros(2)}):
+        with pytest.raises(fc.FedcontextError, match=r"must have shape|another model"):
+            checkpoint.load(tmp_path / "run", like)
+
+
+EXPERIMENT = fc.Experiment(rounds=6, epochs=(1, 2), eval_every=2)
+
+
+def files(path: Path) -> tuple[list[fc.RoundRecord], bytes]:
+    return fc.read(path / f"{EXPERIMENT.name}.jsonl")[1], (path / f"{EXPERIMENT.name}.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("stop", range(1, 6))
+def test_an_interrupted_simulation_goes_on_to_the_same_bits(tmp_path: Path, stop: int) -> None:
+    class Killed(BaseException): ...
+
+    def kill(experiment: fc.Experiment, record: fc.RoundRecord) -> None:
+        if record.number == stop:  # its record is written, its checkpoint is not
+            raise Killed
+
+    runner.run(EXPERIMENT, tmp_path / "whole", resume=True)
+    with pytest.raises(Killed):
+        runner.run(EXPERIMENT, tmp_path / "cut", kill, resume=True)
+    with (tmp_path / "cut" / f"{EXPERIMENT.name}.jsonl").open("a") as file:
+        file.write('{"number": 99, "lo')  # and the next line was cut short
+    seen = []
+    records = runner.run(EXPERIMENT, tmp_path / "cut", lambda _, record: seen.append(record.number), resume=True)
+    assert seen == [1, 2, 3, 4, 5, 6]
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+    assert records == files(tmp_path / "whole")[0]
+
+
+@pytest.mark.parametrize("settings", [{"engine": "reference"}, {"engine": "module", "model": "softmax"}])
+def test_every_engine_goes_on_to_the_same_bits(tmp_path: Path, settings: dict) -> None:
+    simulation = fc.prepare(fc.Experiment(rounds=3, epochs=(1, 1), **settings))
+    states = [state for state, _ in simulation.play()]
+    checkpoint.save(tmp_path / "run", states[0].params, states[0].rule, {})
+    found = checkpoint.load(tmp_path / "run", simulation.engine.start())
+    again = [state for state, _ in simulation.play(fc.State(1, found.params, found.rule, states[0].loss))]
+    assert [state.number for state in again] == [2, 3]
+    for one, other in zip(leaves(again[-1].params).values(), leaves(states[-1].params).values(), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_a_finished_simulation_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = runner.run(EXPERIMENT, tmp_path, resume=True)
+    monkeypatch.setattr(fc.Simulation, "step", lambda *_: pytest.fail("no round is left to run"))
+    assert runner.run(EXPERIMENT, tmp_path, resume=True) == first
+
+
+def test_records_that_are_gone_are_missed(tmp_path: Path) -> None:
+    runner.run(EXPERIMENT, tmp_path, resume=True)
+    (tmp_path / f"{EXPERIMENT.name}.jsonl").unlink()
+    with pytest.raises(fc.FedcontextError, match="rounds 1 to 6 are to be kept, but the file is not there"):
+        runner.run(EXPERIMENT, tmp_path, resume=True)
+
+
+def test_without_resume_a_run_starts_anew_and_keeps_no_checkpoint(tmp_path: Path) -> None:
+    runner.run(EXPERIMENT, tmp_path)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".jsonl", ".toml"}
+
+
+@pytest.mark.slow
+def test_a_killed_command_started_again_ends_as_if_never_killed(tmp_path: Path) -> None:
+    options = ["--rounds", "40", "--epochs", "1..3", "--resume", "--quiet", "--json", "--out"]
+    command = [sys.executable, "-c", "from fedcontext.cli import main; main()", "run", *options]
+    subprocess.run([*command, tmp_path / "whole"], check=True, capture_output=True)
+    (whole,) = (tmp_path / "whole").glob("*.safetensors")
+    killed = subprocess.Popen([*command, tmp_path / "cut"], stdout=subprocess.DEVNULL)
+    cut = tmp_path / "cut" / whole.name
+    try:
+        until = time.monotonic() + 60
+        while not cut.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+    finally:
+        os.kill(killed.pid, signal.SIGKILL)
+        killed.wait()
+    assert 0 < checkpoint.load(cut, np.zeros((61, 10), np.float32)).facts["number"] < 40
+    subprocess.run([*command, tmp_path / "cut"], check=True, capture_output=True)
+    assert cut.read_bytes() == whole.read_bytes()
+    assert cut.with_suffix(".jsonl").read_text() == whole.with_suffix(".jsonl").read_text()
