@@ -1,0 +1,42 @@
+"""The command line: parse, call, print; no logic."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from fedcontext.cli import listing, looking, reproducing, running
+from fedcontext.errors import FedcontextError
+from fedcontext.terminal import err
+from fedcontext.version import __version__
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+for command in (
+    running.run,
+    running.compare,
+    reproducing.reproduce,
+    listing.algorithms,
+    looking.report,
+    looking.export,
+):
+    app.command()(command)
+app.add_typer(listing.data_app, name="data")
+
+
+def main() -> None:
+    """Run the program: 0 done, 2 a mistake in what was asked, 130 interrupted."""
+    try:
+        app()
+    except FedcontextError as error:
+        err.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        sys.exit(2)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Federated learning with contextual aggregation."""
+    if version:
+        typer.echo(f"fedcontext {__version__}")
+        raise typer.Exit
