@@ -112,7 +112,7 @@ def orders(seed: int, number: int, device: int, samples: int, epochs: int) -> In
     (2, 3)
     """
     random = generator(seed, number, Stream.BATCHES, device)
-    return np.stack([random.permutation(samples) for _ in range(epochs)])
+    return np.array([random.permutation(samples) for _ in range(epochs)])
 
 
 def _epochs(seed: int, number: int, devices: IntArray, bounds: tuple[int, int]) -> IntArray:

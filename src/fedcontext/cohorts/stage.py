@@ -53,13 +53,15 @@ def plan_steps(work: Work, chosen: list[int], split: Split, size: int, learner: 
     rows = np.empty((int((each * epochs).max()), len(chosen), size), np.int64)
     rows[:] = split.offsets[work.devices[chosen]][:, None]
     shares = np.zeros(rows.shape)
-    for k, device in enumerate(work.devices[chosen].tolist()):
-        order = orders(work.seed, work.number, device, int(counts[k]), int(epochs[k]))
-        gap = int(each[k]) * size - int(counts[k])
-        steps = slice(0, int(each[k] * epochs[k]))
-        filled = np.arange(int(each[k]) * size).reshape(-1, size) < counts[k]
-        rows[steps, k] += np.pad(order, ((0, 0), (0, gap))).reshape(-1, size)
-        shares[steps, k] = np.tile(filled / filled.sum(axis=1, keepdims=True), (int(epochs[k]), 1))
+    for count, times in {*zip(counts.tolist(), epochs.tolist(), strict=True)}:  # alike devices together
+        alike = np.flatnonzero((counts == count) & (epochs == times))
+        order = [orders(work.seed, work.number, int(work.devices[chosen[k]]), count, times) for k in alike]
+        padded = np.zeros((len(alike), times, -(-count // size) * size), np.int64)
+        padded[:, :, :count] = order
+        filled = np.arange(padded.shape[2]).reshape(-1, size) < count
+        steps = times * len(filled)
+        rows[:steps, alike] += padded.reshape(len(alike), steps, size).swapaxes(0, 1)
+        shares[:steps, alike] = np.tile(filled / filled.sum(axis=1, keepdims=True), (times, 1))[:, None]
     active = (np.arange(len(rows))[:, None] < each * epochs).sum(axis=1).tolist()
     place = learner.device
     return Steps(torch.from_numpy(rows).to(place), torch.from_numpy(shares).to(place, learner.dtype), active)
