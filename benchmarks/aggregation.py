@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,9 +27,9 @@ def main() -> None:
     sizes = SIZES[: 2 if given.quick else None]
     measure(2, 10**6, 1)  # loads what is compiled, so that it is not counted
     rows = [measure(count, size, given.repeats) for count, size in sizes if fits(count, size, given.memory)]
-    found = {"rows": rows, "null space": {} if given.quick else null_space(), "markdown": table(rows)}
+    slow = {} if given.quick else null_space()
+    found = {"rows": rows, "null space": slow, "markdown": table(rows) + sentence(slow)}
     print(found["markdown"])
-    print(found["null space"])
     if given.out:
         given.out.write_text(json.dumps(found, indent=1))
 
@@ -59,11 +58,9 @@ def measure(count: int, size: int, repeats: int) -> dict:
         "NumPy mean": lambda: updates.mean(axis=0),
         "contextual": lambda: fc.aggregate(params, rows, gradient=gradient, rule=rule, out=out),
     }
+    extra = extra_memory(ways["contextual"])
     if flower := flowers(rows):
         ways["Flower's FedAvg"] = flower
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    ways["contextual"]()
-    extra = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     times = {name: [] for name in ways}
     for _ in range(repeats):
         for name, way in ways.items():
@@ -71,6 +68,19 @@ def measure(count: int, size: int, repeats: int) -> dict:
             way()
             times[name].append(1e3 * (time.perf_counter() - start))
     return {"K": count, "n": size, "extra MB": round(extra), **{name: round(min(t), 2) for name, t in times.items()}}
+
+
+def extra_memory(way: Callable[[], object]) -> float:
+    """Return how many MB more than before were in memory at the worst moment of ``way`` (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    before = memory("VmRSS")
+    way()
+    return memory("VmHWM") - before
+
+
+def memory(kind: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(kind)) / 1024
 
 
 def flowers(rows: list[np.ndarray]) -> Callable[[], object] | None:
@@ -96,6 +106,15 @@ def null_space() -> dict:
             times.append(time.perf_counter() - start)
         found[name] = min(times)
     return {**found, "times faster": round(found["null space"] / found["gram"])}
+
+
+def sentence(found: dict) -> str:
+    if not found:
+        return ""
+    return (
+        f"\n\nAt n = {NULL_SPACE:,} (softmax regression on MNIST) and K = 10 the literal null-space method takes "
+        f"{found['null space']:.1f} s, ours {1e3 * found['gram']:.2f} ms: {found['times faster']:,} times faster."
+    )
 
 
 def table(rows: list[dict]) -> str:

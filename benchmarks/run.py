@@ -80,7 +80,9 @@ def script(name: str, home: Path) -> dict | None:
     """Return what benchmarks/NAME.py writes. Without a GPU that of row (d) may come from elsewhere, as gpu.json."""
     path, out = Path(__file__).parent / f"{name}.py", home / f"{name}.json"
     if path.exists() and (name != "gpu" or shutil.which("nvidia-smi")):
-        subprocess.run([sys.executable, str(path), "--out", str(out)], check=True, stdout=subprocess.DEVNULL)
+        pfl = home / "pfl/lib"
+        extra = ["--pfl", str(next(pfl.glob("python*/site-packages"), pfl))] if name == "gpu" else []
+        subprocess.run([sys.executable, str(path), "--out", str(out), *extra], check=True, stdout=subprocess.DEVNULL)
     return json.loads(out.read_text()) if out.exists() else None
 
 
