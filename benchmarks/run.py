@@ -34,6 +34,8 @@ def main() -> None:
     if "a" in given.rows or "b" in given.rows:
         count, repeats = (10, 1) if given.quick else (100, given.repeats)
         results["rounds"] = {"rounds": count, "repeats": repeats, **rounds.measure(given.home, count, repeats, names)}
+        if lost := [name for name in names if any(name not in results["rounds"][row] for row in TITLES)]:
+            sys.exit(f"no result from {', '.join(lost)}: see the logs in {given.home}")
     for row, name in (("c", "aggregation"), ("d", "gpu")):
         if row in given.rows and (found := script(name, given.home)):
             results[name] = found
@@ -132,13 +134,32 @@ def table_of_rounds(measured: dict) -> str:
 
 
 def table_of_script(name: str, found: dict) -> str:
-    """Return the script's own Markdown, or a table of its milliseconds."""
+    """Return the script's own Markdown, or for row (d) a table of its milliseconds, ratios and distances."""
     if "markdown" in found:
-        return str(found["markdown"])
-    lines = [f"{name}, measured on {found.get('machine', 'this machine')}:", "", "| | ms |", "|---|---|"]
-    return "\n".join(
-        [*lines, *(f"| {key} | {each['ms']:.2f} |" for key, each in found["results"].items() if "ms" in each)]
-    )
+        return f"(c) Aggregation of K float32 updates of n entries, milliseconds:\n\n{found['markdown']}"
+    versions = ", ".join(f"{key} {value}" for key, value in found["versions"].items())
+    lines = [
+        f"(d) A CNN of {found['work']['parameters']:,} parameters, {found['work']['cohort']} devices of "
+        f"{found['work']['samples']} images a round, batches of {found['work']['batch']}; {found['machine']}, {versions}. The "
+        "distance is that of a device's update from training one by one in full precision, relative: the median device's, "
+        "the cohort's as a whole, and the worst device's.",
+        "",
+        "| | ms a round | times pfl-research | distance: median | cohort | worst |",
+        "|---|---|---|---|---|---|",
+    ]
+    faster = found["times faster"].get("pfl", {})
+    for key, each in ((key, each) for key, each in found["results"].items() if "ms" in each):
+        apart = " | ".join(f"{each[kind]:.0e}" if kind in each else "-" for kind in ("median", "cohort", "distance"))
+        lines.append(f"| {key} | {each['ms']:.1f} | {faster.get(key, '-')} | {apart} |")
+    timed = found["results"].get("aggregation", {})
+    if timed:
+        lines += [
+            "",
+            "Aggregation of these updates on the GPU: "
+            + ", ".join(f"{key} {each['ms']:.1f} ms" for key, each in timed.items())
+            + ".",
+        ]
+    return "\n".join(lines)
 
 
 def table_of_growth(measured: dict) -> str:

@@ -156,7 +156,11 @@ def test_large_models_take_the_compiled_way_to_the_same_result(library, monkeypa
     random = np.random.default_rng(0)
     make = np.asarray if library == "numpy" else torch.from_numpy
     params, gradient, *updates = (make(random.standard_normal(300_001).astype(np.float32)) for _ in range(6))
+    sums = pytest.importorskip("fedcontext.sums")
+    calls = []
+    monkeypatch.setattr(sums, "products", lambda *given, way=sums.products: calls.append(1) or way(*given))
     fast = fc.aggregate(params, updates, gradient=gradient, rule=RULE)
+    assert calls
     monkeypatch.setattr(arrays, "COMPILED_FROM", 2**60)
     plain = fc.aggregate(params, updates, gradient=gradient, rule=RULE)
     np.testing.assert_allclose(fast.weights, plain.weights, rtol=1e-10)
@@ -172,6 +176,39 @@ def test_out_receives_the_result_even_in_place(form):
     for name, leaf in arrays.leaves(same.params).items():
         assert leaf is arrays.leaves(params)[name]
         np.testing.assert_array_equal(np.asarray(leaf), np.asarray(arrays.leaves(fresh.params)[name]))
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        np.asfortranarray(np.ones((4, 3))),
+        np.ones((8, 3))[::2],
+        np.broadcast_to(1.0, (4, 3)),
+        torch.ones(3, 4, dtype=torch.float64).T,
+        jnp.ones((4, 3)),
+    ],
+    ids=["fortran", "strided", "read-only", "transposed tensor", "jax"],
+)
+def test_out_that_cannot_be_written_in_place_is_refused(out):
+    make = {"torch": torch.ones, "jaxlib": jnp.ones}.get(type(out).__module__.split(".")[0], np.ones)
+    params = make((4, 3)) if make is not torch.ones else torch.ones(4, 3, dtype=torch.float64)
+    with pytest.raises(FedcontextError, match="cannot be written in place"):
+        fc.aggregate(params, [params], rule=fc.mean(), out=out)
+
+
+def test_a_networks_own_parameters_can_be_out():
+    network = torch.nn.Linear(3, 2)
+    params = {name: leaf.detach().clone() for name, leaf in network.named_parameters()}
+    updates = [{name: torch.ones_like(leaf) for name, leaf in params.items()}]
+    fc.aggregate(params, updates, rule=fc.mean(), layers=["bias"], out=dict(network.named_parameters()))
+    torch.testing.assert_close(network.weight.detach(), params["weight"] + 1)
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0], [1.0, np.nan], [[1.0, 2.0]]])
+def test_a_rule_that_gives_other_than_one_finite_weight_each_is_named(weights):
+    odd = fc.stateless("odd", lambda geometry: np.array(weights))
+    with pytest.raises(FedcontextError, match="rule 'odd' must give 2 finite weights"):
+        fc.aggregate(np.zeros(600_000), [np.ones(600_000)] * 2, rule=odd)
 
 
 def test_an_overflow_leaves_out_untouched():
@@ -251,6 +288,7 @@ def with_nan(leaf):
 
 BAD = {
     "no updates": ({"updates": []}, "there are no updates"),
+    "same name": ({"updates": {1: model(1), "1": model(2)}}, "are written the same"),
     "shape": ({"updates": [model(1), broken(lambda x: x[:2])]}, r"device 1: leaf 'weight' must have shape \(4, 3\), got \(2, 3\)"),
     "dtype": ({"updates": [broken(lambda x: x.astype(np.float64))]}, "device 0: leaf 'weight' must have dtype float32, got float64"),
     "named device": ({"updates": {"phone-7": broken(lambda x: x[:2])}}, "device phone-7: leaf 'weight'"),

@@ -86,6 +86,10 @@ BAD = {
     "too many devices": (["run", "--devices-per-round", "31"], "devices per round must be between 1 and 30"),
     "k2": (["run", "--k2", "31"], "k2 must be between 0 and 30"),
     "k2 word": (["run", "--k2", "some"], "k2 must be a whole number"),
+    "over-selection": (["run", "--over-select", "nan"], "over_select must be 0 or more"),
+    "mu of a later algorithm": (["compare", "--mu", "-1"], "mu must be 0 or more"),
+    "everyone on demand": (["run", "--dataset", "synthetic-1-1-50"], "give k2 as a number"),
+    "out is a file": (["run", "--out", "odd.toml", "--rounds", "1"], "odd.toml"),
     "epochs": (["run", "--epochs", "5..1"], "epochs must be a range"),
     "epochs word": (["run", "--epochs", "1-20"], "epochs must be a whole number"),
     "batch size": (["run", "--batch-size", "0"], "batch_size must be a whole number"),
@@ -150,24 +154,36 @@ def test_an_interrupt_leaves_complete_records_behind(tmp_path):
     assert len(fc.read(path)[1]) >= 3
 
 
+def test_an_interrupt_ends_a_comparison_and_its_workers(tmp_path):
+    command = [*PROGRAM, "compare", "--rounds", "100000", "--engine", "reference", "--quiet", "--jobs", "2"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 90
+        while sum(file.read_text().count("\n") > 3 for file in tmp_path.glob("runs/*.jsonl")) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    sizes = [path.stat().st_size for path in sorted(tmp_path.glob("runs/*.jsonl"))]
+    time.sleep(0.5)
+    assert sizes == [path.stat().st_size for path in sorted(tmp_path.glob("runs/*.jsonl"))]
+
+
 def test_the_core_runs_without_any_extra(tmp_path):
-    """Import hooks stand in for an environment that has NumPy, Typer and Rich alone."""
-    blocked = ("matplotlib", "torch", "jax", "numba", "h5py", "ray", "flwr", "plotly", "pandas")
+    """Modules set to None stand in for an environment that has NumPy, Typer and Rich alone."""
+    blocked = ("matplotlib", "torch", "jax", "numba", "h5py", "ray", "flwr", "plotly", "pandas", "safetensors")
     script = f"""
 import sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {blocked!r}:
-            raise ImportError(name)
-sys.meta_path.insert(0, Refuse())
-import importlib.util
+sys.modules.update(dict.fromkeys({blocked!r}))  # a module that is None cannot be imported, nor found
 from fedcontext.cli import main
 main()
 """
-    command = [sys.executable, "-c", script, "run", *FEW]
+    few = ("--rounds", "3", "--quiet")
+    command = [sys.executable, "-c", script, "run", *few]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    command = [sys.executable, "-c", script, "compare", *FEW, "--figure", "a.png"]
+    command = [sys.executable, "-c", script, "compare", *few, "--figure", "a.png"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert "matplotlib is not installed: pip install 'fedcontext[plot]'" in " ".join(done.stderr.split())

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedcontext as fc
-from fedcontext import plan
-from fedcontext.cohorts import Work, engine_named, fast, threads
+from fedcontext import plan, threads
+from fedcontext.cohorts import Work, engine_named, fast
 from fedcontext.cohorts.draws import compiled_orders
 from fedcontext.cohorts.fast import SoftmaxFast
 from fedcontext.cohorts.softmax import SoftmaxReference

@@ -58,6 +58,7 @@ def test_every_epoch_sees_every_sample_once(samples, epochs, size):
         ({"probes": 31}, "k2 must be between 0 and 30"),
         ({"pool": 21}, "pool must be between 0 and 20"),
         ({"over_select": -0.1}, "over-selection must be 0 or more"),
+        ({"over_select": float("nan")}, "over-selection must be 0 or more"),
     ],
 )
 def test_impossible_plans_are_refused(change, message):
@@ -84,6 +85,14 @@ def test_a_deadline_cuts_off_the_slow_and_bounds_the_round():
     assert some.seconds == deadline
     assert 0 < len(some.excluded) == 10 - len(some.cohort)
     assert set(some.excluded.values()) == {"missed the deadline"}
+
+
+def test_a_late_gradient_is_recorded_too():
+    plan, fleet = plan_round(0, 1, 30, probes=30), make_fleet(PROFILES["edge"], 30, seed=0)
+    got = answers(fleet, plan, np.full(30, 200), 1000, deadline=0.4)
+    missing = set(range(30)) - set(plan.probes[got.probes].tolist())
+    assert missing
+    assert missing <= set(got.excluded)
 
 
 def test_over_selection_keeps_the_first_to_answer_and_is_faster():

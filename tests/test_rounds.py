@@ -117,6 +117,28 @@ def test_python_users_can_bring_their_own_rule(small_data):
     assert [record.weights for _, record in mine.play()] == [[1, 0, 0, 0]] * 4
 
 
+def test_settings_have_one_form_however_they_are_given():
+    assert fc.Experiment(epochs=5).epochs == fc.Experiment(epochs="5").epochs == (5, 5)
+    assert fc.Experiment(epochs="1..20") == fc.Experiment(epochs=[1, 20]) == fc.Experiment()
+    assert fc.Experiment(mu=1).name == fc.Experiment(mu=1.0).name
+    assert fc.Experiment(smoothness="3").name == fc.Experiment(smoothness=3.0).name
+    assert fc.Experiment(k2="5").k2 == 5
+
+
+def test_records_of_own_data_say_so(small_data):
+    experiment = fc.Experiment(dataset=small_data.name, **SMALL)
+    assert next(fc.rounds(data=small_data, **SMALL)) == next(fc.rounds(experiment, data=small_data))
+
+
+def test_rises_are_counted_between_evaluated_rounds():
+    losses = [2.0, None, 2.5, None, 1.0]
+    run = [
+        fc.RoundRecord(n, loss, loss and 0.5, [], [], None, None, None, None, None, 1.0, 1, 1)
+        for n, loss in enumerate(losses, 1)
+    ]
+    assert summarise(run).rises == 0.5
+
+
 def test_summary_counts_what_it_says():
     def record(number, loss, accuracy, change):
         return fc.RoundRecord(number, loss, accuracy, [], [], None, change, None, None, None, 2.0, 10, 20)
@@ -125,10 +147,10 @@ def test_summary_counts_what_it_says():
         record(1, 2.0, 0.4, -0.5),
         record(2, None, None, None),
         record(3, 1.0, 0.75, 0.1),
-        record(4, 0.9, 0.65, -0.1),
+        record(4, 1.2, 0.65, 0.2),
     ]
     summary = summarise(run)
-    assert (summary.loss, summary.accuracy) == (0.9, 0.65)
+    assert (summary.loss, summary.accuracy) == (1.2, 0.65)
     assert summary.rounds_to == {0.5: 3, 0.6: 3, 0.7: 3, 0.8: None}
     assert summary.rises == pytest.approx(1 / 3)
     assert summary.swing == pytest.approx(np.std([0.4, 0.75, 0.65]))
@@ -147,6 +169,15 @@ def test_toml_repeats_an_experiment(tmp_path):
     [
         {"algorithm": "fedsgd"},
         {"rounds": -1},
+        {"rounds": 0},
+        {"learning_rate": 0},
+        {"mu": "much"},
+        {"over_select": float("inf")},
+        {"epochs": (1, 2, 3)},
+        {"epochs": (1.5, 3)},
+        {"epochs": "1-20"},
+        {"dataset": 5},
+        {"fleet": ["edge"]},
         {"seed": -1},
         {"seed": 1.5},
         {"k2": -2},

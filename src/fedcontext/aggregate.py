@@ -33,7 +33,7 @@ class Aggregation:
 
     params: Structure
     weights: FloatArray  # (K,) of the devices, in the order of their updates
-    promised_change: float  # the bound on the loss change at these weights; NaN without gradient or smoothness
+    promised_change: float  # the bound on the loss change, as far as measured; NaN without gradient or smoothness
     geometry: Geometry
     state: State  # the rule's memory, for the next round
 
@@ -112,6 +112,7 @@ def aggregate(
             pool_device=pool,
         )
     weights, state = rule.weigh(geometry, rule.init() if state is None else state)
+    weights = _checked_weights(rule, weights, len(report.updates))
     even = shares(report.samples, len(report.updates))
     reach = float(np.abs(weights) @ np.sqrt(np.diag(geometry.gram))[: len(weights)])  # no entry moves further
     safe = {name for name in measured if largest[name] + reach <= largest_number(base[name])}
@@ -124,7 +125,7 @@ def aggregate(
     for name in safe:
         moved[name] = _combined(name, base[name], report, weights, scratch, targets.get(name))
     for name in targets.keys() - safe:
-        targets[name][...] = moved[name]
+        (targets[name].detach() if hasattr(targets[name], "detach") else targets[name])[...] = moved[name]
     result = {name: targets.get(name, moved[name]) for name in base}
     return Aggregation(rebuild(params, result), weights, _promise(rule, geometry, weights), geometry, state)
 
@@ -138,6 +139,13 @@ def _check_needs(rule: Rule, report: Report, size: int) -> None:
         raise FedcontextError(f"rule '{rule.name}' needs the gradient of each update's device: give own_gradients")
     if "vectors" in rule.needs and size > NULL_SPACE_LIMIT:
         raise FedcontextError(f"rule '{rule.name}' is for at most {NULL_SPACE_LIMIT} parameters, got {size}")
+
+
+def _checked_weights(rule: Rule, weights: FloatArray, count: int) -> FloatArray:
+    weights = np.asarray(weights, np.float64)
+    if weights.shape != (count,) or not np.isfinite(weights).all():
+        raise FedcontextError(f"rule '{rule.name}' must give {count} finite weights, got {weights}")
+    return weights
 
 
 def _largest(name: str, leaf: Array, scratch: int) -> float:

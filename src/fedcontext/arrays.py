@@ -44,7 +44,10 @@ def leaves(structure: Structure, name: str = "") -> Leaves:
         return {name: structure}
     found: Leaves = {}
     for key, child in children:
-        found |= leaves(child, f"{name}/{key}" if name else key)
+        below = leaves(child, f"{name}/{key}" if name else key)
+        if twice := found.keys() & below.keys():
+            raise FedcontextError(f"two leaves are called {', '.join(map(repr, twice))}")
+        found |= below
     return found
 
 
@@ -97,6 +100,10 @@ class Framework(Protocol):
         """Return the largest absolute value; NaN where an entry is NaN."""
         ...
 
+    def writable(self, array: Array) -> bool:
+        """Return whether results can be written into the array."""
+        ...
+
 
 class _NumPy:
     name = "NumPy"
@@ -136,6 +143,9 @@ class _NumPy:
         ends = (float(end) for piece in pieces for end in (piece.max(), -piece.min()))
         return max(ends, key=lambda end: np.inf if np.isnan(end) else end, default=0.0)
 
+    def writable(self, array: Array) -> bool:
+        return bool(array.flags.writeable and array.flags.c_contiguous)
+
     def _load(self, arrays: Sequence[Array], start: int, stop: int) -> FloatArray:
         block = np.empty((len(arrays), stop - start))
         for row, array in zip(block, arrays, strict=True):
@@ -159,8 +169,6 @@ class _JAX(_NumPy):
     ) -> Array:
         import jax
 
-        if out is not None:
-            raise FedcontextError("out must be NumPy or PyTorch arrays: JAX arrays cannot be written to")
         host = super().combine(np.asarray(base), [np.asarray(row) for row in rows], weights, scratch)
         return jax.device_put(host, base.sharding)
 
@@ -169,6 +177,9 @@ class _JAX(_NumPy):
 
     def largest(self, array: Array, scratch: int) -> float:
         return super().largest(np.asarray(array), scratch)
+
+    def writable(self, array: Array) -> bool:
+        return False
 
 
 class _Torch:
@@ -214,6 +225,9 @@ class _Torch:
         import torch
 
         return float(torch.linalg.vector_norm(array.detach(), float("inf"))) if array.numel() else 0.0
+
+    def writable(self, array: Array) -> bool:
+        return bool(array.is_contiguous())
 
     def _room(self, array: Array, scratch: int) -> int:
         return scratch if array.device.type == "cpu" else scratch * GPU_ROOM

@@ -16,6 +16,8 @@ from fedcontext.errors import FedcontextError, positive
 
 # Learning rates and rounds published with FedProx for each data set; a LEAF folder gets FEMNIST's.
 LEARNING_RATES = {"synthetic": 0.01, "mnist": 0.03, "femnist": 0.003, "leaf": 0.003}
+WHOLE = {"seed": 0, "data_seed": 0, "rounds": 1, "devices_per_round": 1, "batch_size": 1, "eval_every": 1}  # least
+NUMBERS = ("mu", "deadline", "over_select", "momentum", "weight_decay", "clip")
 ROUNDS = {"synthetic": 200, "mnist": 100, "femnist": 200, "leaf": 200}
 
 
@@ -29,7 +31,7 @@ class Experiment:
 
     dataset: str = "synthetic-1-1"
     algorithm: str = "fedavg-contextual"
-    rounds: int = 0  # 0: as published for the data set
+    rounds: int = None  # type: ignore[assignment]  # None, until it is settled: as published for the data set
     seed: int = 0
     data_seed: int = 0
     devices_per_round: int = 10
@@ -37,7 +39,7 @@ class Experiment:
     pool: int | Literal["N"] = "N"  # devices beside the cohort for the expected rules; N: full participation
     epochs: tuple[int, int] = (1, 20)
     batch_size: int = 10
-    learning_rate: float = 0.0  # 0: as published for the data set
+    learning_rate: float = None  # type: ignore[assignment]  # likewise
     mu: float = 0.1
     smoothness: float | str = "1/lr"
     averaging: Averaging = "mean"
@@ -54,31 +56,8 @@ class Experiment:
     device: str = "auto"  # where that engine computes: cpu, cuda; auto is a GPU where there is one
 
     def __post_init__(self) -> None:
-        kind = self.dataset.split("-")[0].split(":")[0]
-        if self.algorithm not in ALGORITHMS:
-            raise FedcontextError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}")
-        _whole("seed", self.seed, 0)
-        _whole("data_seed", self.data_seed, 0)
-        _whole("rounds", self.rounds, 0)
-        _whole("devices_per_round", self.devices_per_round, 1)
-        _whole("batch_size", self.batch_size, 1)
-        _whole("eval_every", self.eval_every, 1)
-        for name in ("k2", "pool"):
-            if getattr(self, name) != "N":
-                _whole(name, getattr(self, name), 0)
-        for name in ("averaging", "probe_averaging"):
-            if getattr(self, name) not in ("mean", "samples"):
-                raise FedcontextError(f"{name} must be mean or samples, got {getattr(self, name)!r}")
-        object.__setattr__(self, "epochs", tuple(self.epochs))
-        object.__setattr__(self, "rounds", self.rounds or ROUNDS.get(kind, 100))
-        object.__setattr__(self, "learning_rate", self.learning_rate or LEARNING_RATES.get(kind, 0.01))
-        if self.engine == "auto":
-            deep = self.model not in ("softmax", "logistic") or self.device not in ("auto", "cpu")
-            plain = "fast" if find_spec("numba") else "reference"
-            object.__setattr__(self, "engine", "module" if deep else plain)
-        positive("learning_rate", self.learning_rate)
-        if not 0 <= self.deadline < float("inf"):
-            raise FedcontextError(f"deadline must be 0 (none) or positive, got {self.deadline}")
+        for name, value in _settled(self).items():
+            object.__setattr__(self, name, value)
 
     @property
     def name(self) -> str:
@@ -111,12 +90,62 @@ def settings_from_toml(path: Path) -> dict[str, Any]:
     return settings
 
 
+def _settled(given: Experiment) -> dict[str, Any]:
+    """Return every setting in its plain form, or refuse it: 'auto' and None resolved, ranges and numbers read."""
+    settings = {field.name: getattr(given, field.name) for field in fields(given)}
+    for name in ("dataset", "algorithm", "fleet", "engine", "model", "device"):
+        if not isinstance(settings[name], str):
+            raise FedcontextError(f"{name} must be a word, got {settings[name]!r}")
+    if given.algorithm not in ALGORITHMS:
+        raise FedcontextError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {given.algorithm!r}")
+    for name in ("averaging", "probe_averaging"):
+        if settings[name] not in ("mean", "samples"):
+            raise FedcontextError(f"{name} must be mean or samples, got {settings[name]!r}")
+    kind = given.dataset.split("-")[0].split(":")[0]
+    for name, published, else_ in (("rounds", ROUNDS, 100), ("learning_rate", LEARNING_RATES, 0.01)):
+        if settings[name] is None:
+            settings[name] = published.get(kind, else_)
+    if given.engine == "auto":
+        deep = given.model not in ("softmax", "logistic") or given.device not in ("auto", "cpu")
+        settings["engine"] = "module" if deep else "fast" if find_spec("numba") else "reference"
+    settings |= {name: _whole(name, settings[name], least) for name, least in WHOLE.items()}
+    settings |= {name: _number(name, settings[name]) for name in NUMBERS}
+    settings |= {name: _whole(name, settings[name], 0) for name in ("k2", "pool") if settings[name] != "N"}
+    settings["learning_rate"] = positive("learning_rate", settings["learning_rate"])
+    if settings["smoothness"] not in ("1/lr", "measured"):
+        settings["smoothness"] = positive("smoothness", settings["smoothness"])
+    return settings | {"epochs": _range(given.epochs)}
+
+
+def _range(given: Any) -> tuple[int, int]:
+    """Return the lowest and the highest number of epochs: of a pair, a number, or a text like 1..20."""
+    low, _, high = given.partition("..") if isinstance(given, str) else (given, "", given)
+    pair = tuple(given) if isinstance(given, list | tuple) else (low, high or low)
+    if len(pair) != 2:
+        raise FedcontextError(f"epochs must be a number or a range like 1..20, got {given!r}")
+    bounds = _whole("epochs", pair[0], 1), _whole("epochs", pair[1], 1)
+    if bounds[0] > bounds[1]:
+        raise FedcontextError(f"epochs must be a range like 1..20 with 1 <= low <= high, got {bounds[0]}..{bounds[1]}")
+    return bounds
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    try:
+        number = int(value) if isinstance(value, int | str) and not isinstance(value, bool) else None
+    except ValueError:
+        number = None
+    if number is None or number < least:
+        raise FedcontextError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return number
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
+        raise FedcontextError(f"{name} must be 0 or more, got {value!r}")
+    return float(value)
+
+
 def _toml(value: object) -> str:
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     return str(list(value)) if isinstance(value, tuple) else str(value)
-
-
-def _whole(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise FedcontextError(f"{name} must be a whole number of at least {least}, got {value!r}")

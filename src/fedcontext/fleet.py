@@ -129,6 +129,7 @@ def answers(
     pool, probes = np.flatnonzero(when_pool <= limit), np.flatnonzero(when_probes <= limit)
     excluded = {int(k): "slower than the devices wanted" for k in np.delete(plan.devices, first)}
     late = [*np.setdiff1d(plan.devices[first], plan.devices[cohort]), *plan.pool[when_pool > limit]]
+    excluded |= {int(k): "its gradient missed the deadline" for k in plan.probes[when_probes > limit]}
     excluded |= {int(k): "missed the deadline" for k in late}
     waited = [when[first], when_pool, when_probes]
     contacted = np.unique(np.concatenate([plan.devices, plan.pool, plan.probes])).size

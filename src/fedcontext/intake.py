@@ -83,7 +83,13 @@ def take_targets(base: Leaves, out: Structure) -> Leaves:
     >>> take_targets({"w": np.zeros(2)}, {"w": np.zeros(2)})
     {'w': array([0., 0.])}
     """
-    return _checked("out", out, base, set(base), set(base))
+    targets = _checked("out", out, base, set(base), set(base))
+    for name, leaf in targets.items():
+        if not framework(leaf).writable(leaf):
+            raise FedcontextError(
+                f"out: {leaf_name(name)} cannot be written in place: give a contiguous, writable array"
+            )
+    return targets
 
 
 def choose(what: str, chosen: Iterable[str | int], base: Leaves) -> set[str]:
@@ -108,7 +114,10 @@ def _each(kind: str, given: Structures | None) -> dict[str, Structure]:
     if given is None:
         return {}
     if isinstance(given, Mapping):
-        return {f"{kind} {key}".strip(): value for key, value in given.items()}
+        named = {f"{kind} {key}".strip(): value for key, value in given.items()}
+        if len(named) < len(given):
+            raise FedcontextError(f"two of the names {', '.join(map(repr, given))} are written the same")
+        return named
     if not isinstance(given, list | tuple) and not hasattr(given, "__len__"):
         raise FedcontextError(f"updates and gradients must be sequences or mappings, got {type(given).__name__}")
     return {f"{kind} {index}": value for index, value in enumerate(given)}

@@ -58,6 +58,8 @@ def _safetensors(path: Path) -> dict[str, Any]:
 
 def _tensor(content: Any, entry: dict[str, Any]) -> Any:
     start, stop = entry["data_offsets"]
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"NumPy has no {entry['dtype']}: save it as one of {', '.join(DTYPES)}")
     dtype = np.dtype(DTYPES[entry["dtype"]])
     if not 0 <= start <= stop <= content.size or stop - start != math.prod(entry["shape"]) * dtype.itemsize:
         raise ValueError(f"tensor of {entry['dtype']} {entry['shape']} at {start}..{stop} of {content.size} bytes")

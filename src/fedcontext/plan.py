@@ -75,8 +75,8 @@ def plan_round(
     >>> len(plan.devices), len(plan.probes), bool((plan.epochs >= 1).all())
     (3, 2, True)
     """
-    selected = min(math.ceil(devices_per_round * (1 + over_select)), population)
     _check(population, devices_per_round, epochs, probes, pool, over_select)
+    selected = min(math.ceil(devices_per_round * (1 + over_select) - 1e-9), population)
     devices = generator(seed, number, Stream.SELECTION).choice(population, selected, replace=False)
     others = np.setdiff1d(np.arange(population), devices) if pool else devices[:0]
     pooled = generator(seed, number, Stream.POOL).permutation(others)[:pool]

@@ -15,6 +15,7 @@ from fedcontext.algorithms import Algorithm, Knobs, algorithm_named
 from fedcontext.arrays import FloatArray, Structure, leaves
 from fedcontext.cohorts import Engine, Work, engine_named
 from fedcontext.datasets import FederatedData, load
+from fedcontext.datasets.federated import is_everyone
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
 from fedcontext.fleet import Answers, Fleet, answers, make_fleet, profile_named
@@ -179,7 +180,7 @@ def prepare(experiment: Experiment, data: FederatedData | None = None, engine: E
     if given is None and experiment.engine != "module":
         algorithm.local.check_plain(experiment.engine)
     simulation = Simulation(experiment, data, engine, algorithm, fleet)
-    simulation.plan(1)  # what cannot be planned is refused here, before anything is written
+    is_everyone(data.train, simulation.plan(1).probes)  # what cannot be planned is refused before anything is written
     return simulation
 
 
@@ -195,6 +196,8 @@ def rounds(
     """
     if experiment is not None and settings:
         raise FedcontextError("give an Experiment or settings, not both")
+    if data is not None:
+        settings.setdefault("dataset", data.name)  # what the records will say it is
     simulation = prepare(experiment or Experiment(**settings), data)
     return (record for _, record in simulation.play())
 

@@ -75,7 +75,7 @@ def by_samples(smoothness: float | None = None) -> Rule:
 
 
 def folb(smoothness: float | None = None) -> Rule:
-    """Return FOLB's rule: αₖ = <∇F_k, g> / Σ|<∇F_j, g>|, signed, with g the cohort's mean gradient.
+    """Return FOLB's rule: αₖ = <∇F_k, g> / Σ|<∇F_j, g>|, signed; g is the cohort's mean gradient, or the probes'.
 
     >>> weights, _ = folb().weigh(Geometry(np.eye(2), np.ones(2), alignments=np.array([3.0, -1.0])), None)
     >>> weights
@@ -149,9 +149,10 @@ def expected_gram(geometry: Geometry, form: str = "exact") -> FloatArray:
 
 
 def solve(gram: FloatArray, right: FloatArray) -> FloatArray:
-    """Return the x of least norm with gram @ x = right, for a positive semi-definite, perhaps singular matrix.
+    """Return the x with gram @ x = right, for a positive semi-definite, perhaps singular matrix.
 
-    Rows and columns are normalised first, so that an update's length does not decide whether it counts.
+    Rows and columns are normalised first, so that an update's length does not decide whether it counts; where many
+    x solve it, the one that is least in the normalised coordinates comes back.
 
     >>> solve(np.array([[4.0, 0.0], [0.0, 0.0]]), np.array([2.0, 0.0]))
     array([0.5, 0. ])

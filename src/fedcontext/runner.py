@@ -68,18 +68,20 @@ def run_all(
     experiments: Sequence[Experiment], out: Path, jobs: int, on_round: OnRound = lambda experiment, record: None
 ) -> list[list[RoundRecord]]:
     """Run experiments with ``jobs`` processes and return their records, in order."""
+    for experiment in {each.algorithm: each for each in experiments}.values():
+        prepare(experiment)  # a mistake in the settings shows here, before anything is written
     if jobs <= 1 or len(experiments) <= 1:
         return [run(experiment, out, on_round) for experiment in experiments]
-    prepare(experiments[0])  # a mistake in the settings shows here, before processes start
     context = multiprocessing.get_context("spawn")
-    words = context.Queue()
-    with _one_thread_each(), ProcessPoolExecutor(jobs, context, _listen, (words,)) as pool:
+    words, stop = context.Queue(), context.Event()
+    with _one_thread_each(), ProcessPoolExecutor(jobs, context, _listen, (words, stop)) as pool:
         futures = [pool.submit(_run_and_tell, experiment, out) for experiment in experiments]
         try:
             for experiment, record in _heard(futures, words):
                 on_round(experiment, record)
             return [future.result() for future in futures]
         except BaseException:
+            stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
@@ -99,15 +101,27 @@ def _heard(futures: list[Future[Any]], words: Any) -> Iterator[tuple[Experiment,
 
 
 _words: Any = None  # a worker's line to the process that started it
+_stop: Any = None  # set there when the work is called off
 
 
-def _listen(words: Any) -> None:
-    global _words
-    _words = words
+def _listen(words: Any, stop: Any) -> None:
+    global _words, _stop
+    _words, _stop = words, stop
 
 
 def _run_and_tell(experiment: Experiment, out: Path) -> list[RoundRecord]:
-    return run(experiment, out, lambda experiment, record: _words.put((experiment, record)))
+    def tell(experiment: Experiment, record: RoundRecord) -> None:
+        _words.put((experiment, record))
+        if _stop.is_set():
+            raise CalledOff
+
+    if _stop.is_set():
+        raise CalledOff
+    return run(experiment, out, tell)
+
+
+class CalledOff(Exception):
+    """The work was interrupted where it was started."""
 
 
 @contextmanager

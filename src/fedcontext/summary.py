@@ -21,7 +21,7 @@ class Summary:
     accuracy: float
     rounds_to: dict[float, int | None]  # the first round with at least this accuracy
     swing: float  # standard deviation of the accuracy over the last 20 evaluated rounds
-    rises: float  # share of rounds in which the loss rose
+    rises: float  # share of evaluated rounds in which the loss was above the one evaluated before
     seconds: float  # simulated, in total
     bytes_up: int
     bytes_down: int
@@ -37,7 +37,11 @@ def summarise(records: Sequence[RoundRecord], levels: Iterable[float] = LEVELS) 
     """
     judged = [(r.number, r.loss, r.accuracy) for r in records if r.loss is not None and r.accuracy is not None]
     accuracies = [accuracy for _, _, accuracy in judged]
-    changes = [record.measured_change for record in records if record.measured_change is not None]
+    losses = [loss for _, loss, _ in judged]
+    first = [
+        r.measured_change for r in records if r.measured_change is not None and judged and r.number == judged[0][0]
+    ]
+    changes = [*first, *np.diff(losses)]
     return Summary(
         loss=judged[-1][1] if judged else float("nan"),
         accuracy=judged[-1][2] if judged else float("nan"),

@@ -17,11 +17,11 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from fedcontext.arrays import FloatArray
-from fedcontext.cohorts.compiling import compiled
-from fedcontext.cohorts.threads import on_all_cores, workers
-from fedcontext.plan import IntArray
+from fedcontext.compiling import compiled
+from fedcontext.threads import on_all_cores, workers
 
 Matrix = npt.NDArray[Any]
+IntArray = npt.NDArray[np.int64]
 STRETCH = 8192  # entries of one row that are read at a time
 PIECE = 256  # entries that are multiplied at a time, so that all rows of a piece stay close
 TILE = 3

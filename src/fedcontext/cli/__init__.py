@@ -29,7 +29,7 @@ def main() -> None:
     """Run the program: 0 done, 2 a mistake in what was asked, 130 interrupted."""
     try:
         app()
-    except FedcontextError as error:
+    except (FedcontextError, OSError) as error:
         err.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         sys.exit(2)
 

@@ -60,7 +60,7 @@ Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda 
 Momentum = Annotated[float | None, typer.Option(help="Of local SGD (engine module). [default: 0]")]
 Decay = Annotated[float | None, typer.Option("--weight-decay", help="Of local SGD (engine module). [default: 0]")]
 Clip = Annotated[float | None, typer.Option(help="Largest norm of a gradient (engine module); 0: any. [default: 0]")]
-Out = Annotated[Path, typer.Option(help="Directory for records and the TOML that repeats the run.")]
+Out = Annotated[Path, typer.Option("--out", help="Directory for records and the TOML files that repeat the runs.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The result as JSON on standard output.")]
 ReportPage = Annotated[Path | None, typer.Option("--report", help="HTML page that follows the rounds as they finish.")]
@@ -73,12 +73,6 @@ def settings_of(given: dict[str, Any]) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(Experiment)} | {"algorithms", "seeds"}
     settings = settings_from_toml(given["file"]) if given["file"] else {}
     settings |= {name: value for name, value in given.items() if name in known and value is not None}
-    for name in ("k2", "pool"):
-        if isinstance(settings.get(name), str) and settings[name] != "N":
-            settings[name] = whole(name, settings[name])
-    if isinstance(settings.get("epochs"), str):
-        low, _, high = settings["epochs"].partition("..")
-        settings["epochs"] = (whole("epochs", low), whole("epochs", high or low))
     return settings
 
 

@@ -32,6 +32,7 @@ from fedcontext.cli.options import (
     Model,
     Momentum,
     Mu,
+    Out,
     Over,
     Pool,
     Probing,
@@ -86,9 +87,7 @@ def run(
     weight_decay: Decay = None,
     clip: Clip = None,
     device: Device = None,
-    out_dir: Annotated[
-        Path, typer.Option("--out", help="Directory for records and the TOML that repeats the run.")
-    ] = Path("runs"),
+    out_dir: Out = Path("runs"),
     resume: Annotated[
         bool, typer.Option("--resume", help="Checkpoint every round, and go on from the last checkpoint in --out.")
     ] = False,
@@ -140,9 +139,7 @@ def compare(
     weight_decay: Decay = None,
     clip: Clip = None,
     device: Device = None,
-    out_dir: Annotated[
-        Path, typer.Option("--out", help="Directory for records and the TOML files that repeat the runs.")
-    ] = Path("runs"),
+    out_dir: Out = Path("runs"),
     figure: Annotated[
         Path | None, typer.Option(help="Draw loss and accuracy into this file (.png, .pdf, .svg).")
     ] = None,

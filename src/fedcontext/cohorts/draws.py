@@ -17,7 +17,7 @@ import numpy.typing as npt
 from numba import uint32, uint64
 
 from fedcontext import plan
-from fedcontext.cohorts.compiling import compiled
+from fedcontext.compiling import compiled
 from fedcontext.plan import IntArray, Stream
 
 Words: TypeAlias = npt.NDArray[np.uint32]

@@ -9,13 +9,13 @@ import numpy.typing as npt
 
 from fedcontext.arrays import FloatArray
 from fedcontext.cohorts import kernels
-from fedcontext.cohorts.compiling import announced
 from fedcontext.cohorts.draws import compiled_orders
 from fedcontext.cohorts.softmax import weighted_sum
-from fedcontext.cohorts.threads import on_all_cores
+from fedcontext.compiling import announced
 from fedcontext.datasets.federated import FederatedData, Samples, Split, is_everyone, judged
 from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray
+from fedcontext.threads import on_all_cores
 
 if TYPE_CHECKING:
     from fedcontext.cohorts import Work

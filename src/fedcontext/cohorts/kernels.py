@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedcontext.cohorts.compiling import compiled
+from fedcontext.compiling import compiled
 from fedcontext.plan import IntArray
 
 Matrix = npt.NDArray[Any]

@@ -19,11 +19,15 @@ def leaf(folder: str | Path) -> FederatedData:
     """
     root = Path(folder)
     train, test = _users(root / "train"), _users(root / "test")
+    widths = {features.shape[1] for side in (train, test) for features, labels in side.values() if len(labels)}
+    if len(widths) > 1:
+        raise FedcontextError(f"{root}: users have different numbers of features: {sorted(widths)}")
     names = [name for name, (_, labels) in train.items() if len(labels)]
     if not names:
         raise FedcontextError(f"{root / 'train'}: no device has training samples")
     none = (train[names[0]][0][:0], train[names[0]][1][:0])
-    sides = join([train[name] for name in names]), join([test.get(name, none) for name in names])
+    tests = [test[name] if name in test and len(test[name][1]) else none for name in names]
+    sides = join([train[name] for name in names]), join(tests)
     labels = np.concatenate([side.labels for side in sides])
     return FederatedData(f"leaf:{root}", *sides, classes=int(labels.max()) + 1)
 
@@ -40,11 +44,7 @@ def _users(folder: Path) -> dict[str, tuple[Features, IntArray]]:
                 users[str(name)] = _samples(f"{file}, user {name}", content["user_data"][name])
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
             raise FedcontextError(f"{file}: not LEAF JSON ({type(error).__name__}: {error})") from None
-    widths = {features.shape[1] for features, labels in users.values() if len(labels)}
-    if len(widths) > 1:
-        raise FedcontextError(f"{folder}: users have different numbers of features: {sorted(widths)}")
-    width = widths.pop() if widths else 0
-    return {name: (x.reshape(len(y), width) if not len(y) else x, y) for name, (x, y) in users.items()}
+    return users
 
 
 def _samples(owner: str, data: dict[str, list[float]]) -> tuple[Features, IntArray]:

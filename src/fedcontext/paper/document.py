@@ -28,7 +28,8 @@ otherwise: K2 = N, gradients averaged by samples (so that K2 = N is the exact gr
 devices; so both averagings (plain mean, eq. 2; by samples, as most code does), and two choices of β are shown: β = 1/lr, as printed, and the
 largest curvature of the loss measured at the start and one gradient step on. The loss is over all devices' training data, the accuracy over all their test data.
 MNIST pixels are standardised over the whole set, test samples included, as published with FedProx. FEMNIST is a subset of 328 of LEAF's
-3,600 writers, short of those with most samples, about 70 % digits. Numbers are means over seeds with (lowest-highest); rounds are medians.
+3,600 writers, short of those with most samples, about 70 % digits (the file `femnist_leaf_writers.npz`). All seeds share one generated or partitioned data set (data seed 0); a seed
+decides devices, epochs, batches and fleet. Numbers are means over seeds with (lowest-highest), in the tables of all numbers ± the standard deviation; rounds are medians.
 """
 
 

@@ -23,9 +23,15 @@ BASELINES = ("FedAvg", "FedProx", "FOLB")
 class Finding:
     """What one setting showed."""
 
-    setting: str
+    sheet: str
+    panel: str  # empty where a finding is about the whole sheet
     numbers: str
     holds: bool
+
+    @property
+    def setting(self) -> str:
+        """Return the sheet and, where there is one, the panel."""
+        return f"{self.sheet}, {self.panel}" if self.panel else self.sheet
 
 
 class Results:
@@ -87,7 +93,7 @@ def gaps(results: Results, variants: Sequence[str]) -> Iterator[Finding]:
             loss = float(np.mean(np.abs(mean_curve(runs, "loss") / mean_curve(base, "loss") - 1)))
             parts.append(f"{label}: {accuracy:.3f} / {loss:.1%}")
             holds &= accuracy < 0.01 and loss < 0.05
-        yield Finding(f"{sheet}, {panel}", "accuracy / loss gap: " + ", ".join(parts), holds)
+        yield Finding(sheet, panel, "accuracy / loss gap: " + ", ".join(parts), holds)
 
 
 def converged(results: Results) -> Iterator[Finding]:
@@ -98,7 +104,7 @@ def converged(results: Results) -> Iterator[Finding]:
             curve = mean_curve(results.book[line], "accuracy")
             gaps[line.label] = float(curve[-1] - curve[min(20, len(curve)) - 1])
         numbers = "gained after round 20: " + ", ".join(f"{label}: {gap:+.3f}" for label, gap in gaps.items())
-        yield Finding(f"{sheet}, {panel}", numbers, all(abs(gap) < 0.01 for gap in gaps.values()))
+        yield Finding(sheet, panel, numbers, all(abs(gap) < 0.01 for gap in gaps.values()))
 
 
 def mu_matters_little(results: Results) -> Iterator[Finding]:
@@ -110,7 +116,7 @@ def mu_matters_little(results: Results) -> Iterator[Finding]:
         losses = {panel: [s.loss for s in results.summaries("variants", sheet, panel, "K2 = N")] for panel in panels}
         means = [float(np.mean(values)) for values in losses.values()]
         numbers = "final loss: " + ", ".join(f"{panel}: {spread(values)}" for panel, values in losses.items())
-        yield Finding(sheet, numbers, max(means) / min(means) < 1.05)
+        yield Finding(sheet, "", numbers, max(means) / min(means) < 1.05)
 
 
 def weight_stages(results: Results) -> Iterator[Finding]:
@@ -123,7 +129,7 @@ def weight_stages(results: Results) -> Iterator[Finding]:
                 counts.setdefault(stage, []).append(float(weights.sum() ** 2 / (weights**2).sum()))
         early, near, end = (float(np.mean(values)) for values in counts.values())
         numbers = "effective devices: " + ", ".join(f"{stage} {spread(values, 1)}" for stage, values in counts.items())
-        yield Finding(line.sheet, numbers, near < early and end > max(early, near))
+        yield Finding(line.sheet, "", numbers, near < early and end > max(early, near))
 
 
 def always_better(results: Results) -> Iterator[Finding]:
@@ -137,7 +143,7 @@ def always_better(results: Results) -> Iterator[Finding]:
             better = [(loss < mean_curve(o, "loss")) & (accuracy > mean_curve(o, "accuracy")) for o in others]
             shares[label] = float(np.mean(np.all(better, axis=0)))
         numbers = "rounds better than all: " + ", ".join(f"{label} {share:.0%}" for label, share in shares.items())
-        yield Finding(f"{sheet}, {panel}", numbers, min(shares.values()) > 0.95)
+        yield Finding(sheet, panel, numbers, min(shares.values()) > 0.95)
 
 
 def swings(results: Results, others: Sequence[str]) -> Iterator[Finding]:
@@ -150,7 +156,7 @@ def swings(results: Results, others: Sequence[str]) -> Iterator[Finding]:
         least = min(np.mean(swings[label]) for label in others)
         most = max(np.mean(swings[label]) for label in CONTEXTUAL)
         numbers = "swing: " + ", ".join(f"{label} {spread(values, 4)}" for label, values in swings.items())
-        yield Finding(f"{sheet}, {panel}", numbers, bool(least >= 3 * most))
+        yield Finding(sheet, panel, numbers, bool(least >= 3 * most))
 
 
 def never_rises(results: Results) -> Iterator[Finding]:
@@ -161,7 +167,7 @@ def never_rises(results: Results) -> Iterator[Finding]:
             for label in (*CONTEXTUAL, COHORT_PROBES)
         }
         numbers = "rounds in which the loss rose: " + ", ".join(f"{label} {rise:.1%}" for label, rise in rises.items())
-        yield Finding(f"{sheet}, {panel}", numbers, all(rises[label] == 0 for label in CONTEXTUAL))
+        yield Finding(sheet, panel, numbers, all(rises[label] == 0 for label in CONTEXTUAL))
 
 
 def alike(results: Results) -> Iterator[Finding]:
@@ -170,7 +176,7 @@ def alike(results: Results) -> Iterator[Finding]:
         losses = {label: [s.loss for s in results.summaries("comparison", sheet, panel, label)] for label in CONTEXTUAL}
         means = [float(np.mean(values)) for values in losses.values()]
         numbers = "final loss: " + ", ".join(f"{label} {spread(values)}" for label, values in losses.items())
-        yield Finding(f"{sheet}, {panel}", numbers, max(means) / min(means) < 1.05)
+        yield Finding(sheet, panel, numbers, max(means) / min(means) < 1.05)
 
 
 def prox_margin(results: Results) -> Iterator[Finding]:
@@ -184,44 +190,52 @@ def prox_margin(results: Results) -> Iterator[Finding]:
             for label in ("FedAvg", "FedProx")
         }
         numbers = "final loss: " + ", ".join(f"{label} {spread(values)}" for label, values in losses.items())
-        yield Finding(sheet, numbers, bool(np.mean(losses["FedProx"]) < np.mean(losses["FedAvg"])))
+        yield Finding(sheet, "", numbers, bool(np.mean(losses["FedProx"]) < np.mean(losses["FedAvg"])))
+
+
+def folb_ahead(results: Results) -> Iterator[Finding]:
+    """Yield in how many rounds FOLB has a lower loss than FedAvg and FedProx."""
+    for sheet, panel in _panels(results, "comparison"):
+        curves = {label: mean_curve(results.runs("comparison", sheet, panel, label), "loss") for label in BASELINES}
+        share = float(np.mean((curves["FOLB"] < curves["FedAvg"]) & (curves["FOLB"] < curves["FedProx"])))
+        yield Finding(sheet, panel, f"rounds in which FOLB's loss is below both: {share:.0%}", share > 0.5)
 
 
 def fewer_rounds(results: Results, panel: str, others: Sequence[str], factor: float) -> Iterator[Finding]:
-    """Yield the rounds to each accuracy level."""
+    """Yield the rounds to each accuracy level: the two contextual versions with K2 = N, then K2 = 0."""
     for sheet in results.sheets("rounds"):
-        medians = {
-            label: np.array(
-                [
-                    median_rounds([s.rounds_to[level] for s in results.summaries("rounds", sheet, panel, label)])
-                    for level in LEVELS
-                ]
-            )
-            for label in (*others, *CONTEXTUAL, COHORT_PROBES)
-        }
-        best = np.min([medians[label] for label in (*CONTEXTUAL, COHORT_PROBES)], axis=0)
-        rival = np.min([medians[label] for label in others], axis=0)
-        reached = np.isfinite(best) | np.isfinite(rival)
-        holds = bool(
-            reached.any() and np.isfinite(best[reached]).all() and (rival[reached] >= factor * best[reached]).all()
-        )
-        numbers = "rounds to 50/60/70/80 %: " + ", ".join(
-            f"{label} {_slashed(values)}" for label, values in medians.items()
-        )
-        yield Finding(sheet, numbers, holds)
+        rivals = {label: _medians(results, sheet, panel, label) for label in others}
+        for group, versions in (("K2 = N", CONTEXTUAL), ("K2 = 0", (COHORT_PROBES,))):
+            ours = {label: _medians(results, sheet, panel, label) for label in versions}
+            slowest, fastest = np.max([*ours.values()], axis=0), np.min([*rivals.values()], axis=0)
+            reached = np.isfinite(slowest) | np.isfinite(fastest)
+            enough = np.isfinite(slowest[reached]) & (fastest[reached] >= factor * slowest[reached])
+            told = ", ".join(f"{label} {_slashed(values)}" for label, values in {**rivals, **ours}.items())
+            yield Finding(sheet, group, f"rounds to 50/60/70/80 %: {told}", bool(reached.any() and enough.all()))
+
+
+def _medians(results: Results, sheet: str, panel: str, label: str) -> FloatArray:
+    runs = results.summaries("rounds", sheet, panel, label)
+    return np.array([median_rounds([run.rounds_to[level] for run in runs]) for level in LEVELS])
 
 
 def _slashed(counts: FloatArray) -> str:
     return "/".join(f"{count:g}" if np.isfinite(count) else "-" for count in counts)
 
 
-def much_better(results: Results, panel: str, good: Sequence[str], bad: Sequence[str]) -> Iterator[Finding]:
-    """Yield whether all of ``good`` end far below all of ``bad``."""
+def much_better(
+    results: Results, panel: str, good: Sequence[str], bad: Sequence[str], alike: float = np.inf
+) -> Iterator[Finding]:
+    """Yield whether all of ``good`` end far below all of ``bad``, and within a factor ``alike`` of each other."""
     for sheet in results.sheets("rounds"):
         if panel not in results.panels("rounds", sheet):
             continue
         losses = {label: [s.loss for s in results.summaries("rounds", sheet, panel, label)] for label in (*bad, *good)}
-        best_of_bad = min(float(np.mean(losses[label])) for label in bad)
-        worst_of_good = max(float(np.mean(losses[label])) for label in good)
-        numbers = "final loss: " + ", ".join(f"{label} {spread(values)}" for label, values in losses.items())
-        yield Finding(sheet, numbers, worst_of_good < 2 / 3 * best_of_bad)
+        means = {label: float(np.mean(values)) for label, values in losses.items()}
+        best, worst = min(means[label] for label in good), max(means[label] for label in good)
+        told = ", ".join(
+            f"{label} {spread(values)} in {_slashed(_medians(results, sheet, panel, label))} rounds"
+            for label, values in losses.items()
+        )
+        holds = worst < 2 / 3 * min(means[label] for label in bad) and worst <= alike * best
+        yield Finding(sheet, "", f"final loss, and rounds to 50/60/70/80 %: {told}", holds)

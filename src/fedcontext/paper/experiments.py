@@ -78,7 +78,7 @@ def _variants() -> Iterator[Line]:
 
 
 def _weights() -> Iterator[Line]:
-    """Figure 4: the aggregation weights of FedAvg (Contextual) at three stages."""
+    """Figure 7: the aggregation weights of FedAvg (Contextual) at three stages."""
     for beta, beta_label in BETAS.items():
         yield _line(beta_label, "MNIST", "weights", dataset="mnist", algorithm="fedavg-contextual", smoothness=beta)
 
@@ -96,7 +96,7 @@ def _algorithms(sheet: str, panel: str, averaging: str, beta: str, mu: float, **
 
 
 def _comparison() -> Iterator[Line]:
-    """Figures 5 and 6: the five algorithms on MNIST for several mu, under both averagings and both choices of β."""
+    """Figures 4 and 5: the five algorithms on MNIST for several mu, under both averagings and both choices of β."""
     for rate in (0.03, 0.3):
         for averaging in ("mean", "samples"):
             for beta, beta_label in BETAS.items():
@@ -108,7 +108,7 @@ def _comparison() -> Iterator[Line]:
 
 
 def _rounds() -> Iterator[Line]:
-    """Figure 7: rounds to 50, 60, 70 and 80 % on the four data sets, mu = 0.1."""
+    """Figure 6: rounds to 50, 60, 70 and 80 % on the four data sets, mu = 0.1."""
     for factor in (1, 10):
         for averaging in ("mean", "samples"):
             for beta, beta_label in BETAS.items():
