@@ -9,7 +9,7 @@ demo: .venv/demo.done  ## Compare five algorithms on Synthetic_1_1: a table and 
 	  --out runs/demo --figure docs/figures/demo.png
 
 test: .venv/test.done lint browser  ## Everything CI checks
-	$(BIN)/pytest --numprocesses 2 --dist worksteal
+	$(BIN)/pytest --numprocesses 2 --dist loadgroup
 
 lint: .venv/test.done
 	$(BIN)/ruff check .

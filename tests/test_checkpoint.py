@@ -77,9 +77,36 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, content: bytes) -> Non
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "run", {"w": np.zeros(2), "b": np.zeros(1)}, None, {})
-    for like in ({"w": np.zeros(3), "b": np.zeros(1)}, {"v": np.zeros(2)}, {"w": np.zeros(2)}):
-        with pytest.raises(fc.FedcontextError, match=r"must have shape|another model"):
+    narrow = {"w": np.zeros(2, np.float32), "b": np.zeros(1)}
+    for like in ({"w": np.zeros(3), "b": np.zeros(1)}, narrow, {"v": np.zeros(2)}, {"w": np.zeros(2)}):
+        with pytest.raises(fc.FedcontextError, match=r"leaf '[wv]' must be float|another model"):
             checkpoint.load(tmp_path / "run", like)
+
+
+def test_memory_with_names_that_look_alike_comes_back(tmp_path: Path) -> None:
+    rule = {"a/b": np.zeros(1), "a": {"b": np.ones(1)}}
+    checkpoint.save(tmp_path / "run", np.zeros(2), rule, {})
+    assert same(checkpoint.load(tmp_path / "run", np.zeros(2)).rule, rule)
+
+
+def test_a_leaf_that_numpy_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(fc.FedcontextError, match=r"leaf 'w' must have a dtype .* got torch.bfloat16"):
+        checkpoint.save(tmp_path / "run", {"w": torch.zeros(2, dtype=torch.bfloat16)}, None, {})
+
+
+def test_what_a_killed_writer_left_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / ".run.part").write_bytes(b"half a checkpoint")
+    checkpoint.save(tmp_path / "run", np.ones(2), None, {})
+    assert [file.name for file in tmp_path.iterdir()] == ["run"]
+
+
+def test_the_records_are_on_the_disk_before_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[str, bool]] = []
+    monkeypatch.setattr(
+        checkpoint, "_to_disk", lambda path: synced.append((path.name, (tmp_path / ".run.part").exists()))
+    )
+    checkpoint.save(tmp_path / "run", np.ones(2), None, {}, after=tmp_path / "run.jsonl")
+    assert synced[:2] == [("run.jsonl", False), (".run.part", True)]
 
 
 EXPERIMENT = fc.Experiment(rounds=6, epochs=(1, 2), eval_every=2)
@@ -132,6 +159,13 @@ def test_records_that_are_gone_are_missed(tmp_path: Path) -> None:
     (tmp_path / f"{EXPERIMENT.name}.jsonl").unlink()
     with pytest.raises(fc.FedcontextError, match="rounds 1 to 6 are to be kept, but the file is not there"):
         runner.run(EXPERIMENT, tmp_path, resume=True)
+
+
+def test_cut_records_leave_no_scratch_file(tmp_path: Path) -> None:
+    runner.run(EXPERIMENT, tmp_path, resume=True)
+    (tmp_path / f".{EXPERIMENT.name}.jsonl.part").write_text("half a file")
+    runner.run(EXPERIMENT, tmp_path, resume=True)
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_without_resume_a_run_starts_anew_and_keeps_no_checkpoint(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from fedcontext.datasets.synthetic import synthetic
 from fedcontext.local import Local
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("federation")]  # many processes: never two at a time
 
 
 @pytest.fixture(scope="module")

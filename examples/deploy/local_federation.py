@@ -115,12 +115,18 @@ class Federation:
         wait_until(lambda: not group_alive(process.pid), f"process group {process.pid} is gone", 10)
 
     def stop_all(self) -> None:
-        """End everything that was started."""
+        """End everything that was started; one that cannot be ended does not keep the others running."""
+        errors = []
         for process in self._everyone:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGTERM)
         for process in self._everyone:
-            self.stop(process)
+            try:
+                self.stop(process)
+            except (OSError, RuntimeError) as error:
+                errors.append(error)
+        if errors:
+            raise ExceptionGroup("not every process was ended", errors)
 
     def start(self, name: str, program: str, *arguments: str) -> subprocess.Popen:
         """Start a program in a process group of its own; what it says goes to a log file."""
@@ -249,18 +255,25 @@ def main() -> None:
             records=local.at / "run.jsonl",
             checkpoint=local.at / "run.safetensors",
         )
-        run.wait(600)
-        show(local)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.wait(600)
+        show(local, given.rounds)
 
 
-def show(local: Federation) -> None:
+def show(local: Federation, rounds: int) -> None:
+    """Print the rounds that were done; end with the run's log if they are fewer than asked for."""
     import fedcontext as fc
 
-    if not (local.at / "run.jsonl").exists():
-        sys.exit(local.log("run"))
-    for record in fc.read(local.at / "run.jsonl")[1]:
+    try:
+        records = fc.read(local.at / "run.jsonl")[1]
+    except (OSError, fc.FedcontextError):  # it did not get as far as a round
+        records = []
+    for record in records:
         weights = ", ".join(f"{k}: {w:.3f}" for k, w in zip(record.devices, record.weights, strict=True))
-        print(f"round {record.number}: loss {record.loss:.4f}, accuracy {record.accuracy:.3f}, weights {{{weights}}}")
+        loss, accuracy = ("unknown" if x is None else f"{x:.4f}" for x in (record.loss, record.accuracy))
+        print(f"round {record.number}: loss {loss}, accuracy {accuracy}, weights {{{weights}}}")
+    if len(records) < rounds:
+        sys.exit(f"{local.log('run')}\n{len(records)} of {rounds} rounds were done: the log is above")
 
 
 if __name__ == "__main__":

@@ -31,8 +31,10 @@ class Checkpoint:
     facts: dict[str, Any]  # the round's number, the seed and whatever else the writer noted
 
 
-def save(path: Path, params: Structure, rule: Any, facts: Mapping[str, Any]) -> None:
+def save(path: Path, params: Structure, rule: Any, facts: Mapping[str, Any], after: Path | None = None) -> None:
     """Write a checkpoint in place of the one at ``path``: durable when this returns, whole at any moment.
+
+    ``after`` is a file, such as the run's records, that must be on the disk before the checkpoint is.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "run.safetensors"
@@ -42,9 +44,11 @@ def save(path: Path, params: Structure, rule: Any, facts: Mapping[str, Any]) -> 
     ({'w': array([1., 1.])}, (3, array([0.])), {'number': 7})
     """
     tensors = {f"{PARAMS}{name}": _to_numpy(name, leaf) for name, leaf in leaves(params).items()}
-    content = {"schema": SCHEMA, "facts": dict(facts), "rule": _pack(rule, RULE, tensors)}
+    content = {"schema": SCHEMA, "facts": dict(facts), "rule": _pack(rule, tensors)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    if after is not None:
+        _to_disk(after)
+    fresh = path.with_name(f".{path.name}.part")  # one that a killed writer left is overwritten
     try:
         require("safetensors.numpy", extra="resume").save_file(
             tensors, fresh, metadata={"fedcontext": json.dumps(content)}
@@ -73,16 +77,16 @@ def load(path: Path, like: Structure) -> Checkpoint:
     return Checkpoint(rebuild(like, params), _unpack(content["rule"], tensors), content["facts"])
 
 
-def _pack(value: Any, name: str, tensors: dict[str, Any]) -> Any:
-    """Return ``value`` as JSON, its arrays moved to ``tensors``; containers say what they are."""
+def _pack(value: Any, tensors: dict[str, Any]) -> Any:
+    """Return ``value`` as JSON, its arrays moved to ``tensors`` and named by count; containers say what they are."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _pack(child, f"{name}{key}/", tensors) for key, child in value.items()}}
+        return {"dict": {key: _pack(child, tensors) for key, child in value.items()}}
     if type(value) in (list, tuple):
-        kind = type(value).__name__
-        return {kind: [_pack(child, f"{name}{index}/", tensors) for index, child in enumerate(value)]}
+        return {type(value).__name__: [_pack(child, tensors) for child in value]}
     if isinstance(value, np.ndarray | np.generic):
+        name = f"{RULE}{len(tensors)}"
         tensors[name] = _to_numpy(name, np.asarray(value))
         return {"array": name}
     raise FedcontextError(
@@ -104,16 +108,22 @@ def _unpack(value: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def _to_numpy(name: str, leaf: Array) -> Any:
-    host = leaf.detach().cpu().numpy() if framework(leaf, name).name == "PyTorch" else np.asarray(leaf)
+    try:
+        host = leaf.detach().cpu().numpy() if framework(leaf, name).name == "PyTorch" else np.asarray(leaf)
+    except TypeError:
+        host = None
+    if host is None or host.dtype.kind not in "biuf":
+        raise FedcontextError(f"{leaf_name(name)} must have a dtype that NumPy knows to be saved, got {leaf.dtype}")
     return np.ascontiguousarray(host).reshape(host.shape)
 
 
 def _like(path: Path, name: str, leaf: Array, tensors: Mapping[str, Any]) -> Array:
     """Return the saved leaf in the library and place of ``leaf``."""
     saved = tensors.get(f"{PARAMS}{name}")
-    if saved is None or saved.shape != tuple(leaf.shape):
-        shape = None if saved is None else saved.shape
-        raise FedcontextError(f"{path}: {leaf_name(name)} must have shape {tuple(leaf.shape)}, got {shape}")
+    wanted = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
+    found = "nothing" if saved is None else f"{saved.dtype} {saved.shape}"
+    if saved is None or found != wanted:
+        raise FedcontextError(f"{path}: {leaf_name(name)} must be {wanted}, got {found}")
     ways = framework(leaf).name
     if ways == "PyTorch":
         import torch

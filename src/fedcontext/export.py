@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -36,6 +37,7 @@ SCHEMA = {
     "lost": "true or false: too few answers, the model was kept",
 }
 FORMATS = (".parquet", ".csv")
+FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # how a cell begins that a spreadsheet would compute
 
 
 def load_runs(path: str | Path | Iterable[str | Path]) -> Table:
@@ -79,10 +81,16 @@ def export(paths: Iterable[str | Path], out: Path) -> int:
     if out.suffix not in FORMATS:
         raise FedcontextError(f"output must end in {' or '.join(FORMATS)}, got {out.name!r}")
     table = load_runs(paths)
-    out.parent.mkdir(parents=True, exist_ok=True)
     scratch = out.with_name(f".{out.name}.part")
-    (_write_parquet if out.suffix == ".parquet" else _write_csv)(table, scratch)
-    scratch.replace(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        (_write_parquet if out.suffix == ".parquet" else _write_csv)(table, scratch)
+        scratch.replace(out)
+    except OSError as error:
+        raise FedcontextError(f"{out}: cannot be written ({error.strerror or error})") from None
+    finally:
+        with suppress(OSError):  # it is gone where all went well
+            scratch.unlink()
     return len(table["run"])
 
 
@@ -106,4 +114,4 @@ def _write_csv(table: Table, path: Path) -> None:
 def _cell(value: Any) -> Any:
     if isinstance(value, list):
         return json.dumps(value)
-    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else value
+    return f"'{value}" if isinstance(value, str) and value[:1] in FORMULAS else value

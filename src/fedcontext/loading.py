@@ -79,8 +79,8 @@ def load_run(path: Path) -> Run:
         raise FedcontextError(f"{path}: not a run of fedcontext (its first line is no manifest)")
     if head.get("schema") != SCHEMA:
         raise FedcontextError(f"{path}: schema must be {SCHEMA}, got {str(head.get('schema'))[:TEXT]}")
-    rows, problems = _rows(path.name, lines[1:])
-    return Run(path.stem, _mapping(head["settings"]), _mapping(head.get("versions")), rows, problems)
+    rows, problems = _rows(_whole(path.name), lines[1:])
+    return Run(_whole(path.stem), _mapping(head["settings"]), _mapping(head.get("versions")), rows, problems)
 
 
 def started(experiment: Experiment) -> Run:
@@ -170,9 +170,16 @@ def _not_blank(lines: list[str]) -> Iterator[tuple[int, str]]:
 def _parsed(line: str) -> dict[str, Any] | None:
     try:
         content = json.loads(line)
+        if "\\u" in line:  # it may stand for half a character
+            content = json.loads(_whole(json.dumps(content, ensure_ascii=False)))
     except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def _whole(text: str) -> str:
+    """Return text that any file can hold: no halves of characters (lone surrogates) in it."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def _list(value: Any) -> list[Any]:

@@ -94,8 +94,11 @@ def keep(path: Path, rounds: int) -> list[RoundRecord]:
     if [record.number for record in records[:rounds]] != list(range(1, rounds + 1)):
         raise FedcontextError(f"{path}: rounds 1 to {rounds} are to be kept, but it holds {len(records)} in all")
     lines = path.read_text(encoding="utf-8").split("\n")
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    fresh.write_text("\n".join(lines[: rounds + 1]) + "\n", encoding="utf-8")
+    fresh = path.with_name(f".{path.name}.part")  # one that a killed writer left is overwritten
+    with fresh.open("w", encoding="utf-8") as file:
+        file.write("\n".join(lines[: rounds + 1]) + "\n")
+        file.flush()
+        os.fsync(file.fileno())  # a power cut must not leave the checkpoint ahead
     os.replace(fresh, path)
     return records[:rounds]
 

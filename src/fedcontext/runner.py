@@ -88,16 +88,24 @@ def run_all(
 
 def _heard(futures: list[Future[Any]], words: Any) -> Iterator[tuple[Experiment, RoundRecord]]:
     """Yield the rounds that the workers report, until all are done or one has failed."""
-    pending = set(futures)
+    pending, heard = set(futures), 0
     while pending:
         done, pending = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
         for future in done:
             future.result()
         while True:
             try:
-                yield words.get(timeout=0.05)
+                word = words.get(timeout=0.05)
             except queue.Empty:
                 break
+            heard += 1
+            yield word
+    for _ in range(sum(len(future.result()) for future in futures) - heard):  # a result may overtake its last words
+        try:
+            word = words.get(timeout=60)
+        except queue.Empty:
+            return
+        yield word
 
 
 _words: Any = None  # a worker's line to the process that started it

@@ -7,14 +7,18 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from fedcontext.errors import FedcontextError, require
 from fedcontext.experiment import Experiment
 from fedcontext.loading import COSTS, MEASURES
 from fedcontext.records import RoundRecord
 from fedcontext.runner import OnRound
+from fedcontext.terminal import err
+
+End: TypeAlias = Literal["FINISHED", "FAILED", "KILLED"]
 
 
 class Log(Protocol):
@@ -24,7 +28,7 @@ class Log(Protocol):
         """Send the values of round ``number``."""
         ...
 
-    def close(self) -> None:
+    def close(self, end: End) -> None:
         """End the run: nothing more will come."""
         ...
 
@@ -56,7 +60,7 @@ class TensorBoard:
         event = self.events.Event(wall_time=time.time(), step=number, summary=self.summaries.Summary(value=parts))
         self.writer.add_event(event)
 
-    def close(self) -> None:
+    def close(self, end: End) -> None:
         """Flush what is still in memory."""
         self.writer.close()
 
@@ -86,9 +90,9 @@ class MLflow:
         metrics = [self.entities.Metric(name, value, now, number) for name, value in values.items()]
         self.client.log_batch(self.run, metrics=metrics)
 
-    def close(self) -> None:
-        """Mark the run as finished."""
-        self.client.set_terminated(self.run)
+    def close(self, end: End) -> None:
+        """Mark the run as ended, and how."""
+        self.client.set_terminated(self.run, status=end)
 
 
 class WandB:
@@ -111,9 +115,9 @@ class WandB:
         """Log the values at this step."""
         self.run.log(values, step=number)
 
-    def close(self) -> None:
-        """Finish the run."""
-        self.run.finish()
+    def close(self, end: End) -> None:
+        """Finish the run; one that did not get to its end counts as failed."""
+        self.run.finish(exit_code=0 if end == "FINISHED" else 1)
 
 
 TRACKERS: dict[str, Callable[[Experiment, Path], Log]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB}
@@ -123,6 +127,8 @@ TRACKERS: dict[str, Callable[[Experiment, Path], Log]] = {"tensorboard": TensorB
 def tracking(name: str, out: Path) -> Iterator[OnRound]:
     """Yield the function to call after every round; each experiment becomes one run of the tracker ``name``.
 
+    A tracker that fails is told of once and gets nothing more: the experiments go on without it.
+
     >>> with tracking("no-such", Path("runs")): pass
     Traceback (most recent call last):
     ...
@@ -131,15 +137,48 @@ def tracking(name: str, out: Path) -> Iterator[OnRound]:
     if name not in TRACKERS:
         raise FedcontextError(f"track must be one of {', '.join(TRACKERS)}, got {name!r}")
     require(name, extra=name)  # a missing library shows before the work begins
-    logs: dict[str, Log] = {}
-
-    def on_round(experiment: Experiment, record: RoundRecord) -> None:
-        if experiment.name not in logs:
-            logs[experiment.name] = TRACKERS[name](experiment, out)
-        logs[experiment.name].send(record.number, values_of(record))
-
+    tracker = Tracker(name, out)
+    end: End = "FAILED"
     try:
-        yield on_round
+        yield tracker.add
+        end = "FINISHED"
+    except KeyboardInterrupt:
+        end = "KILLED"
+        raise
     finally:
-        for log in logs.values():
-            log.close()
+        tracker.close(end)
+
+
+class Tracker:
+    """The runs that are open in one tracker."""
+
+    def __init__(self, name: str, out: Path) -> None:
+        self.name, self.out = name, out
+        self.logs: dict[str, Log] = {}
+        self.failed = False
+
+    def add(self, experiment: Experiment, record: RoundRecord) -> None:
+        """Send one more round; a run that has all its rounds is ended, whatever becomes of the others."""
+        if not self.failed:
+            self._try(partial(self._send, experiment, record))
+
+    def close(self, end: End) -> None:
+        """End the runs that are open; one that cannot be ended does not keep the others open."""
+        for log in self.logs.values():
+            self._try(partial(log.close, end))
+
+    def _send(self, experiment: Experiment, record: RoundRecord) -> None:
+        if experiment.name not in self.logs:
+            self.logs[experiment.name] = TRACKERS[self.name](experiment, self.out)
+        self.logs[experiment.name].send(record.number, values_of(record))
+        if record.number == experiment.rounds:
+            self.logs.pop(experiment.name).close("FINISHED")
+
+    def _try(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # whatever another program or its server may raise
+            if not self.failed:
+                told = f"{self.name} failed and gets no more rounds: {type(error).__name__}: {error}"
+                err.print(told, style="yellow", highlight=False, markup=False, soft_wrap=True)
+            self.failed = True

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 import fedcontext as fc
 from fedcontext.flower import ContextualStrategy, numpy_client
+from fedcontext.flower.exchange import plan_tasks
 from fedcontext.flower.wire import GRADIENT, UPDATE, arrays_of, record_of, view
 
 BAD = 2  # the device that misbehaves
-START = {"w": np.zeros(4, np.float32), "b": np.ones((), np.float32)}
+START = {"w": np.zeros(4, np.float32), "b": np.ones((), np.float32), "running_mean": np.zeros(2, np.float32)}
 
 
 def target(context) -> dict[str, np.ndarray]:
@@ -31,7 +32,8 @@ def gradient(params, context):
 
 def train(params, config, context):
     slope, samples = gradient(params, context)
-    return {name: (params[name] - 0.5 * slope[name]).astype(np.float32) for name in params}, samples
+    moved = {name: (params[name] - 0.5 * slope[name]).astype(np.float32) for name in slope}
+    return {**moved, "running_mean": params["running_mean"] + np.float32(samples)}, samples  # a buffer: no gradient
 
 
 APP = numpy_client(train, gradient)
@@ -121,6 +123,10 @@ FAULTS: dict[str, tuple[Meddle, str]] = {
     "infinite update": (changed(UPDATE, b=np.float32(np.inf)), "update: leaf 'b' has NaN or infinite entries"),
     "NaN gradient": (changed(GRADIENT, w=NAN), "gradient: leaf 'w' has NaN or infinite entries"),
     "gradient of wrong shape": (changed(GRADIENT, w=np.zeros((2, 2), np.float32)), "gradient: leaf 'w' must have"),
+    "gradient of a buffer": (
+        changed(GRADIENT, running_mean=np.zeros(3, np.float32)),
+        "gradient: leaf 'running_mean' must have shape (2,), got (3,)",
+    ),
     "zero samples": (with_samples(0), "num-examples must be positive, got 0"),
     "NaN samples": (with_samples(float("nan")), "num-examples must be positive, got nan"),
     "more samples than there are": (with_samples(1e300), "num-examples must be positive, got 1e+300"),
@@ -154,6 +160,16 @@ def test_a_bad_device_is_left_out_and_named_and_the_rest_is_aggregated(tmp_path:
     )
     for name, array in arrays_of(expected.arrays).items():
         np.testing.assert_allclose(arrays_of(found.arrays)[name], array, rtol=1e-6)
+
+
+def test_a_leaf_that_one_gradient_has_alone_changes_nothing(tmp_path: Path) -> None:
+    meddle = changed(GRADIENT, running_mean=np.ones(2, np.float32))
+    models = [
+        arrays_of(strategy(tmp_path).start(MemoryGrid(APP, range(5), **meddling), record_of(START), 1).arrays)
+        for meddling in ({}, {"meddle": meddle})
+    ]
+    assert fc.read(tmp_path / "run.jsonl")[1][0].excluded == {}
+    assert all(models[0][name].tobytes() == models[1][name].tobytes() for name in START)
 
 
 @pytest.mark.parametrize("fault", ["fails", "NaN gradient", "gradient of wrong shape"])
@@ -274,10 +290,17 @@ def test_a_strategy_that_would_wait_for_ever_is_stopped(tmp_path: Path, monkeypa
         strategy(tmp_path, Greedy()).start(MemoryGrid(APP, range(3)), record_of(START), 1)
 
 
-def test_probes_need_devices_outside_the_cohort(tmp_path: Path) -> None:
-    run = strategy(tmp_path, FedAvg(fraction_train=1.0), probes=2, node_timeout=0.1)
+def test_the_cohort_leaves_room_for_the_probes(tmp_path: Path) -> None:
+    grid = MemoryGrid(APP, range(4))
+    strategy(tmp_path, FedAvg(fraction_train=1.0, fraction_evaluate=0.0), probes=2).start(grid, record_of(START), 1)
+    (record,) = fc.read(tmp_path / "run.jsonl")[1]
+    assert (len(record.devices), record.lost) == (2, False)
+    assert sorted(m.metadata.message_type for m in grid.sent[-1]) == ["query.gradient"] * 2 + ["train"] * 2
+
+
+def test_probes_need_devices_outside_the_cohort() -> None:
     with pytest.raises(fc.FedcontextError, match="4 devices train and 2 others probe, but 4 are connected"):
-        run.start(MemoryGrid(APP, range(4)), record_of(START), 1)
+        plan_tasks(0, 1, range(4), 4, probes=2)
 
 
 EVALUATIONS = [
@@ -305,17 +328,48 @@ def test_too_few_devices_to_evaluate_cost_the_evaluation_not_the_round(tmp_path:
         assert (len(record.devices), record.loss, record.lost) == (4, None, False)
 
 
-def test_a_node_that_never_says_who_it_is_goes_by_its_node_id(tmp_path: Path) -> None:
-    grid = MemoryGrid(APP, range(3))
-    silent = next(iter(grid.partitions))
+def mute(grid: MemoryGrid, silent: set[int]) -> None:
+    """Let these nodes never say who they are."""
     send = grid.send_and_receive
 
     def muted(messages, *, timeout=None):
         replies = send(messages, timeout=timeout)
         kind = {message.metadata.message_type for message in grid.sent[-1]}
-        return [r for r in replies if kind != {"query.whoami"} or r.metadata.src_node_id != silent]
+        return [r for r in replies if kind != {"query.whoami"} or r.metadata.src_node_id not in silent]
 
     grid.send_and_receive = muted
+
+
+def test_a_device_that_is_missing_shrinks_the_cohort_and_not_the_probes(tmp_path: Path) -> None:
+    grid = MemoryGrid(APP, range(4))
+    mute(grid, {next(iter(grid.partitions))})
+    inner = FedAvg(fraction_train=0.75, fraction_evaluate=0.0)
+    strategy(tmp_path, inner, probes=1).start(grid, record_of(START), 3)
+    assert [len(record.devices) for record in fc.read(tmp_path / "run.jsonl")[1]] == [2, 2, 3]
+
+
+def test_a_round_without_a_device_to_train_is_lost_and_the_run_goes_on(tmp_path: Path) -> None:
+    grid = MemoryGrid(APP, range(3))
+    mute(grid, set(grid.partitions))
+    found = strategy(tmp_path).start(grid, record_of(START), 3)
+    assert [record.lost for record in fc.read(tmp_path / "run.jsonl")[1]] == [True, True, False]
+    assert arrays_of(found.arrays)["w"].any()
+    with pytest.raises(fc.FedcontextError, match=r"2 rounds in a row were lost .* 0 connected devices said who"):
+        strategy(tmp_path, max_lost=2).start(grid, record_of(START), 3)
+
+
+def test_the_question_who_a_node_is_waits_half_a_minute_at_most(tmp_path: Path) -> None:
+    grid = MemoryGrid(APP, range(3))
+    strategy(tmp_path).start(grid, record_of(START), 1, timeout=1000)
+    whoami, training = grid.sent
+    assert {message.metadata.ttl for message in whoami} == {30}
+    assert {message.metadata.ttl for message in training} == {1000}
+
+
+def test_a_node_that_never_says_who_it_is_goes_by_its_node_id(tmp_path: Path) -> None:
+    grid = MemoryGrid(APP, range(3))
+    silent = next(iter(grid.partitions))
+    mute(grid, {silent})
     strategy(tmp_path).start(grid, record_of(START), 4)
     devices = [set(record.devices) for record in fc.read(tmp_path / "run.jsonl")[1]]
     others = set(grid.partitions.values()) - {grid.partitions[silent]}

@@ -42,15 +42,10 @@ def momentum() -> Rule:
     return Rule("momentum", weigh, init=lambda: (0, np.zeros(1)))
 
 
-def start(at: Path, grid: MemoryGrid | None = None, rule: Rule | None = None, rounds: int = 4, seed: int = 5):
-    strategy = ContextualStrategy(
-        FedAvg(fraction_train=0.5),
-        rule or fc.contextual(20),
-        seed=seed,
-        epochs=(1, 2),
-        records=at / "run.jsonl",
-        checkpoint=at / "run.safetensors",
-    )
+def start(at: Path, grid: MemoryGrid | None = None, rule: Rule | None = None, rounds: int = 4, **settings):
+    settings = {"seed": 5, "epochs": (1, 2), **settings}
+    files = {"records": at / "run.jsonl", "checkpoint": at / "run.safetensors"}
+    strategy = ContextualStrategy(FedAvg(fraction_train=0.5), rule or fc.contextual(20), **settings, **files)
     return strategy.start(grid or MemoryGrid(APP, range(8), CONFIG), record_of(task.start(CONFIG)), rounds)
 
 
@@ -83,10 +78,10 @@ def test_a_kill_between_record_and_checkpoint_repeats_the_round(
     start(tmp_path / "whole")
     save = checkpoint.save
 
-    def kill(path, params, rule, facts):
+    def kill(path, params, rule, facts, after):
         if facts["number"] == 3:
             raise Killed
-        save(path, params, rule, facts)
+        save(path, params, rule, facts, after)
 
     monkeypatch.setattr(checkpoint, "save", kill)
     with pytest.raises(Killed):
@@ -111,8 +106,21 @@ def test_a_finished_run_returns_its_model_at_once(tmp_path: Path) -> None:
     assert not grid.sent
 
 
-@pytest.mark.parametrize(("what", "other"), [("seed", {"seed": 6}), ("rule", {"rule": fc.mean()})])
-def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path, what: str, other: dict) -> None:
+OTHERS = {
+    "seed": 6,
+    "rule": fc.mean(),
+    "smoothness": fc.contextual(21),
+    "probes": "all",
+    "epochs": (1, 3),
+    "pool": 2,
+    "probe_averaging": "mean",
+    "layers": ["softmax"],
+    "buffers": ["softmax"],
+}
+
+
+@pytest.mark.parametrize(("what", "other"), OTHERS.items())
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path, what: str, other: object) -> None:
     start(tmp_path, rounds=1)
     with pytest.raises(fc.FedcontextError, match=rf"run.safetensors: {what} must be"):
-        start(tmp_path, **other)
+        start(tmp_path, **{"rule" if what == "smoothness" else what: other})

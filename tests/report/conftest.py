@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -54,11 +55,15 @@ def write_run(tmp_path: Path):
 
 @pytest.fixture(scope="session")
 def chromium():
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    missing = pytest.fail if os.environ.get("FEDCONTEXT_BROWSER") == "required" else pytest.skip
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        missing("playwright is not installed")
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if program is None:
-        pytest.skip("no Chromium found: `make browser` installs it")
-    with playwright.sync_playwright() as driver:
+        missing("no Chromium found: `make browser` installs it")
+    with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=program, args=FLAGS)
         yield browser
         browser.close()

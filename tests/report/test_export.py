@@ -55,9 +55,39 @@ def test_csv_holds_the_same_table_as_text(runs: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_a_spreadsheet_would_not_run_a_name(write_run, tmp_path: Path) -> None:
-    export([write_run([{"loss": 1}], algorithm="=HYPERLINK(1)")], tmp_path / "runs.csv")
-    assert ",'=HYPERLINK(1)," in (tmp_path / "runs.csv").read_text()
+@pytest.mark.parametrize("begin", ["=", "+", "-", "@", "\t", "\r"])
+def test_a_spreadsheet_would_not_run_a_name(write_run, tmp_path: Path, begin: str) -> None:
+    export([write_run([{"loss": 1}], algorithm=f"{begin}HYPERLINK(1)")], tmp_path / "runs.csv")
+    with (tmp_path / "runs.csv").open(encoding="utf-8", newline="") as file:
+        assert next(csv.DictReader(file))["algorithm"] == f"'{begin}HYPERLINK(1)"
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".csv"])
+def test_half_a_character_is_replaced(write_run, tmp_path: Path, suffix: str) -> None:
+    half = "x\ud800"
+    path = write_run([{"loss": 1, "devices": [half], "excluded": {half: half}}], algorithm=half, dataset="é😀")
+    assert export([path], tmp_path / f"runs{suffix}") == 1
+    table = fc.load_runs(path)
+    assert (table["algorithm"], table["devices"], table["dataset"]) == (["x?"], [["x?"]], ["é😀"])
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("a mistake")])
+def test_a_failed_export_leaves_nothing(runs: Path, tmp_path: Path, monkeypatch, error: Exception) -> None:
+    def fail(table: dict, path: Path) -> None:
+        path.write_text("half a table")
+        raise error
+
+    monkeypatch.setattr("fedcontext.export._write_csv", fail)
+    known = fc.FedcontextError if isinstance(error, OSError) else RuntimeError
+    with pytest.raises(known, match=r"runs.csv: cannot be written \(No space left|a mistake"):
+        export([runs], tmp_path / "runs.csv")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_named(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(fc.FedcontextError, match=r"runs.csv: cannot be written \("):
+        export([runs], tmp_path / "file" / "runs.csv")
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".csv"])

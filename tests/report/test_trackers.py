@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import io
+import queue
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from fedcontext import trackers
 from fedcontext.errors import FedcontextError, MissingExtra
 from fedcontext.rounds import rounds
+from fedcontext.runner import _heard
 from fedcontext.trackers import tracking, values_of
 from fedcontext.watching import Standings, watching
 
@@ -77,8 +81,8 @@ def test_wandb_gets_every_round_offline(played: list, tmp_path: Path, monkeypatc
         def log(self, values: dict, step: int) -> None:
             told.append(("log", self.name, step, values))
 
-        def finish(self) -> None:
-            told.append(("finish", self.name))
+        def finish(self, exit_code: int) -> None:
+            told.append(("finish", self.name, exit_code))
 
     monkeypatch.delenv("WANDB_MODE", raising=False)
     wandb = type(sys)("wandb")
@@ -89,7 +93,94 @@ def test_wandb_gets_every_round_offline(played: list, tmp_path: Path, monkeypatc
         mine = [entry for entry in told if entry[1] == experiment.name]
         assert mine[0] == ("init", experiment.name, "offline", "create_new")
         assert mine[1:-1] == [("log", experiment.name, record.number, values_of(record)) for record in records]
-        assert mine[-1] == ("finish", experiment.name)
+        assert mine[-1] == ("finish", experiment.name, 0)
+
+
+class Stub:
+    """A tracker whose methods may fail, and what became of its runs."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.failing = failing
+        self.sent: list[int] = []
+        self.ends: dict[str, str] = {}
+
+    def __call__(self, experiment, out: Path):
+        stub = self
+
+        class Log:
+            def send(self, number: int, values: dict) -> None:
+                stub.sent.append(number)
+                if stub.failing == "send":
+                    raise ConnectionError("the server is gone")
+
+            def close(self, end: str) -> None:
+                stub.ends[experiment.name] = end
+                if stub.failing == "close":
+                    raise ConnectionError("the server is gone")
+
+        if stub.failing == "open":
+            raise ConnectionError("the server is gone")
+        return Log()
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    def install(failing: str = "") -> Stub:
+        made = Stub(failing)
+        monkeypatch.setitem(trackers.TRACKERS, "json", made)  # any module that is installed
+        return made
+
+    return install
+
+
+@pytest.mark.parametrize("failing", ["open", "send", "close"])
+def test_a_failing_tracker_is_told_of_once_and_the_rounds_go_on(stub, played, tmp_path, capsys, failing) -> None:
+    tracker = stub(failing)
+    send("json", played, tmp_path)
+    assert capsys.readouterr().err.count("json failed and gets no more rounds: ConnectionError: the server is") == 1
+    assert len(tracker.sent) == {"open": 0, "send": 1, "close": 11}[failing]  # closed after its sixth round, the first
+
+
+def test_one_run_that_cannot_be_ended_does_not_keep_the_others_open(stub, played, tmp_path) -> None:
+    tracker = stub("close")
+    with tracking("json", tmp_path) as on_round:
+        for experiment, records in played:
+            on_round(experiment, records[0])
+    assert tracker.ends == {experiment.name: "FINISHED" for experiment, _ in played}
+
+
+@pytest.mark.parametrize(("error", "end"), [(KeyboardInterrupt, "KILLED"), (ValueError, "FAILED")])
+def test_runs_cut_short_end_as_what_they_are(stub, played, tmp_path, error, end) -> None:
+    tracker = stub()
+    (whole, records), (cut, others) = played
+
+    def play() -> None:
+        with tracking("json", tmp_path) as on_round:
+            for record in records:
+                on_round(whole, record)
+            on_round(cut, others[0])
+            raise error
+
+    with pytest.raises(error):
+        play()
+    assert tracker.ends == {whole.name: "FINISHED", cut.name: end}
+
+
+def test_words_that_come_after_the_results_are_heard(played) -> None:
+    experiment, records = played[0]
+    done: Future = Future()
+    done.set_result(records)
+
+    class Slow(queue.Queue):
+        def get(self, timeout: float):
+            if timeout < 1:
+                raise queue.Empty
+            return super().get(timeout=timeout)
+
+    words = Slow()
+    for record in records:
+        words.put((experiment, record))
+    assert list(_heard([done], words)) == [(experiment, record) for record in records]
 
 
 def test_an_unknown_tracker_and_a_missing_library_are_named(tmp_path: Path, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -82,9 +83,13 @@ def _aggregate(
 
 
 def _without_gradient(params: Arrays, answers: Sequence[Answer]) -> set[str]:
-    """Return the leaves that no gradient has, such as the statistics of batch normalisation: buffers."""
+    """Return the leaves that most gradients lack, such as the statistics of batch normalisation: buffers.
+
+    The majority decides, so that one device that adds a leaf, or leaves one out, speaks for itself alone.
+    """
     gradients = [answer.gradient for answer in answers if answer.gradient is not None]
-    return set(params) - {name for gradient in gradients for name in gradient} if gradients else set()
+    counts = Counter(name for gradient in gradients for name in gradient)
+    return {name for name in params if 2 * counts[name] <= len(gradients)} if gradients else set()
 
 
 def _complaint(params: Arrays, answer: Answer, averaged: set[str], layers: Sequence[str | int] | None) -> str:

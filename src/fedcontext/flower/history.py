@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections import Counter
@@ -33,6 +34,7 @@ class History:
         self._records = Path(records_at) if records_at else None
         self._checkpoint = Path(checkpoint_at) if checkpoint_at else None
         self._settings: dict[str, Any] = {"dataset": name}
+        self._identity: dict[str, Any] = {}  # what a checkpoint must have been made with
         self._open: RoundRecord | None = None
         self._result: Aggregation | None = None
         self._loss: float | None = None  # at the params, where known
@@ -42,16 +44,20 @@ class History:
         self.rule_state: State = None
         self.excluded: dict[int, str] = {}  # in the last round
 
-    def begin(self, initial: Arrays, rule: Rule, settings: Mapping[str, Any]) -> Arrays | None:
-        """Return the params of the checkpoint, and remember its round; None where there is nothing to go on from."""
+    def begin(self, initial: Arrays, identity: Mapping[str, Any], settings: Mapping[str, Any]) -> Arrays | None:
+        """Return the params of the checkpoint, and remember its round; None where there is nothing to go on from.
+
+        A checkpoint whose facts differ from ``identity`` is refused: its rounds would not be this run's.
+        """
         self._settings |= settings
+        self._identity = json.loads(json.dumps(identity, default=str))  # as it comes back from a file
         if not (self._checkpoint and self._checkpoint.exists()):
             if self._records:
                 self._records.parent.mkdir(parents=True, exist_ok=True)
                 self._records.write_text("", encoding="utf-8")
             return None
         found = checkpoint.load(self._checkpoint, initial)
-        for what, value in (("seed", settings["seed"]), ("rule", rule.name)):
+        for what, value in self._identity.items():
             if found.facts.get(what) != value:
                 raise FedcontextError(f"{self._checkpoint}: {what} must be {value!r}, got {found.facts.get(what)!r}")
         self.number, self.lost, self._loss = (found.facts[name] for name in ("number", "lost", "loss"))
@@ -105,7 +111,7 @@ class History:
         if self._open is None:  # before the first round
             self._loss = self._judged.pop("loss", None)
 
-    def close(self, number: int, params: Arrays, rule: Rule, seed: int, seconds: float) -> None:
+    def close(self, number: int, params: Arrays, seconds: float) -> None:
         """Write the round's record, then its checkpoint: a crash between the two only repeats the round."""
         loss, accuracy = self._judged.get("loss"), self._judged.get("accuracy")
         change = None if loss is None or self._loss is None else loss - self._loss
@@ -118,8 +124,8 @@ class History:
         self.number, self._loss, self._judged = number, loss, {}
         self._open = self._result = None
         if self._checkpoint is not None:
-            facts = {"number": number, "seed": seed, "rule": rule.name, "lost": self.lost, "loss": loss}
-            checkpoint.save(self._checkpoint, params, self.rule_state, facts)
+            facts = {**self._identity, "number": number, "lost": self.lost, "loss": loss}
+            checkpoint.save(self._checkpoint, params, self.rule_state, facts, after=self._records)
 
 
 def round_metrics(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("flwr")
 RAISED = 2  # Flower's code for an exception in a client app
+WHOAMI_TIME = 30  # seconds at most for that answer, which needs no work: a round does not wait for the silent
 TRIES = 3  # rounds in which a node may keep silent about who it is before it goes by its node id
 PATIENCE = 10  # how often a strategy may look at the same nodes before it must be waiting for others
 
@@ -48,9 +49,10 @@ class Roster:
         one counts.
         """
         if fresh := [node for node in nodes if node not in self._known]:
-            self._ask(grid, fresh, timeout)
+            self._ask(grid, fresh, min(timeout, WHOAMI_TIME))
         found: dict[int, int] = {}
-        for node in [node for node in self._known if node in set(nodes)]:
+        present = set(nodes)
+        for node in [node for node in self._known if node in present]:
             if (device := self._known[node]) in found:
                 log.warning("device %d: node %d takes the place of node %d", device, node, found[device])
             found[device] = node

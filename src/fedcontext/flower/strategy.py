@@ -43,7 +43,7 @@ class ContextualStrategy(Strategy):
         pool: devices that train beside the cohort and inform `expected_contextual`, or "all" others.
         probe_averaging: how probes' gradients are averaged: by "samples", or as a plain "mean".
         layers: leaves that enter the geometry; all if not given.
-        buffers: leaves that are averaged instead of weighted, beside those that no gradient has.
+        buffers: leaves that are averaged instead of weighted, beside those that most gradients lack.
         min_replies: fewer usable updates lose the round: the model is kept.
         max_lost: consecutive lost rounds that end the run.
         node_timeout: seconds to wait for enough devices to connect.
@@ -111,10 +111,11 @@ class ContextualStrategy(Strategy):
         if not wanted:
             return []
         devices = self._roster.devices(grid, nodes, min(self.node_timeout, self._timeout or self.node_timeout))
-        cohort = min(len(wanted), len(devices))
-        if not cohort:
-            raise FedcontextError(f"none of the {len(nodes)} connected devices answered who it is")
         needs = rule.needs
+        cohort = self._cohort(len(wanted), len(devices), rule)
+        if cohort < 1:
+            self.history.note(server_round, rule, [], None, {}, 0, 0)
+            return []
         tasks = plan_tasks(
             self.seed,
             server_round,
@@ -163,9 +164,12 @@ class ContextualStrategy(Strategy):
                 buffers=self.buffers,
             )
         except (FedcontextError, np.linalg.LinAlgError) as error:
-            self._why_lost = str(error)
-            log.warning("the round is lost, the model is kept: %s", error)
+            self._lose(str(error))
             return None
+
+    def _lose(self, why: str) -> None:
+        self._why_lost = why
+        log.warning("the round is lost, the model is kept: %s", why)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -213,7 +217,7 @@ class ContextualStrategy(Strategy):
             self._evaluate(result, number, arrays, evaluate_config, grid)
             if evaluate_fn:
                 self._judge(result, number, evaluate_fn(number, arrays))
-            self.history.close(number, arrays_of(arrays), rule, self.seed, time.monotonic() - began)
+            self.history.close(number, arrays_of(arrays), time.monotonic() - began)
             if self.history.lost >= self.max_lost:
                 raise FedcontextError(
                     f"{self.history.lost} rounds in a row were lost (max_lost {self.max_lost}), the last because "
@@ -227,8 +231,13 @@ class ContextualStrategy(Strategy):
             raise FedcontextError(f"the initial model has NaN or infinite entries in {', '.join(bad)}")
         settings: dict[str, Any] = {"rounds": rounds, "seed": self.seed, "k2": self.probes}
         settings |= {"algorithm": f"{type(self.inner).__name__}, {rule.name}", "smoothness": rule.smoothness}
-        params = self.history.begin(arrays_of(initial), rule, settings)
+        params = self.history.begin(arrays_of(initial), self._identity(rule), settings)
         return initial if params is None else record_of(params)
+
+    def _identity(self, rule: Rule) -> dict[str, Any]:
+        """Return the settings that decide what a round does: a run goes on only with the same ones."""
+        names = ("seed", "probes", "epochs", "pool", "probe_averaging", "layers", "buffers")
+        return {"rule": rule.name, "smoothness": rule.smoothness, **{name: getattr(self, name) for name in names}}
 
     def _evaluate(self, result: Result, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> None:
         messages = list(self.configure_evaluate(number, arrays, config, grid))
@@ -258,6 +267,16 @@ class ContextualStrategy(Strategy):
         least = max(getattr(self.inner, "min_available_nodes", 1), getattr(self.inner, which, 1), 1)
         apart = self.probes if isinstance(self.probes, int) and which == "min_train_nodes" else 0
         return max(least, getattr(self.inner, which, 1) + apart)
+
+    def _cohort(self, wanted: int, known: int, rule: Rule) -> int:
+        """Return how many devices can train beside the probes, ``wanted`` at most; with none the round is lost."""
+        apart = self.probes if isinstance(self.probes, int) and "gradient" in rule.needs else 0
+        cohort = min(wanted, known - apart)
+        if cohort < 1:
+            self._lose(f"{known} connected devices said who they are, and {apart} of them must probe")
+        elif cohort < wanted:
+            log.warning("%d devices train instead of %d: %d are known, %d probe", cohort, wanted, known, apart)
+        return cohort
 
     def _pool(self, others: int) -> int:
         return others if self.pool == "all" else min(self.pool, others)
