@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -35,5 +36,24 @@ class _Word(event.Listener):
 @contextmanager
 def announced() -> Iterator[None]:
     """Tell the user if anything is compiled in this block; what comes from the disk cache is loaded in silence."""
-    with event.install_listener("numba:compile", _Word()):
+    with _alone(), event.install_listener("numba:compile", _Word()):
+        yield
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Let one process compile at a time; the others then load what it kept.
+
+    A function compiled beside callees that came from the cache is not inlined as one compiled with them, and may differ
+    in the last bit: processes that compile at the same time would not agree.
+    """
+    try:
+        import fcntl
+
+        file = (Path(__file__).parent / "__pycache__" / "compiling.lock").open("w")
+    except (ImportError, OSError):  # no such locks here, or nowhere to keep them
+        yield
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield

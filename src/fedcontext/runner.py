@@ -56,7 +56,8 @@ def _played(simulation: Simulation, state: State | None, saved: Path | None) -> 
     for after, record in simulation.play(state):
         yield record
         if saved is not None:
-            checkpoint.save(saved, after.params, after.rule, {"number": after.number, "loss": after.loss})
+            facts = {"number": after.number, "loss": after.loss}
+            checkpoint.save(saved, after.params, after.rule, facts, after=saved.with_suffix(".jsonl"))
 
 
 def _saved_state(simulation: Simulation, saved: Path) -> State:
