@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from fedcontext.datasets import FederatedData, federate, files, iid
+from fedcontext.datasets import FederatedData, federate, files, iid, load
 
 settings.register_profile("fedcontext", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fedcontext")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile before there are workers: those that compile side by side may differ in the last bit."""
+    if not hasattr(config, "workerinput") and find_spec("numba"):
+        from fedcontext.cohorts.fast import SoftmaxFast
+
+        for dtype in (np.float32, np.float64):
+            SoftmaxFast(load("synthetic-iid"), dtype)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -306,6 +306,8 @@ BAD = {
     "both": ({"gradients": [model(1)]}, "give gradient or gradients, not both"),
     "no own gradients": ({"rule": fc.folb()}, "rule 'folb' needs the gradient of each update's device"),
     "own gradients": ({"own_gradients": [model(1)]}, "own_gradients must be one for each of 2 updates, got 1"),
+    "no rule": ({"rule": fc.contextual}, "rule must be a Rule"),
+    "no samples": ({"rule": fc.by_samples()}, "rule 'by_samples' needs the number of samples"),
     "samples": ({"samples": [1]}, "samples must hold 2 numbers, got 1"),
     "negative samples": ({"samples": [1, -1]}, "samples must be non-negative"),
     "zero samples": ({"samples": [0, 0]}, "samples must be non-negative and not all zero"),

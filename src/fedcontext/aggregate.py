@@ -84,6 +84,10 @@ def aggregate(
     >>> result.params.round(6), result.weights.round(6), round(result.promised_change, 6)
     (array([0.5, 1.5]), array([-1. ,  1.5]), -2.5)
     """
+    if not isinstance(rule, Rule):
+        raise FedcontextError(f"rule must be a Rule, such as contextual(smoothness=10), got {rule!r}")
+    if "samples" in rule.needs and samples is None:
+        raise FedcontextError(f"rule '{rule.name}' needs the number of samples of each device: give samples")
     base = leaves(params)
     averaged = {name for name, leaf in base.items() if kind_of(leaf) != "floating"} | choose("buffers", buffers, base)
     measured = (set(base) if layers is None else choose("layers", layers, base)) - averaged

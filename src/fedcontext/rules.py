@@ -16,7 +16,7 @@ from fedcontext.arrays import FloatArray
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.geometry import Geometry, shares
 
-Need: TypeAlias = Literal["gradient", "own gradients", "pool", "vectors"]
+Need: TypeAlias = Literal["gradient", "own gradients", "pool", "samples", "vectors"]
 State: TypeAlias = Any  # small and easy to save; None for a rule without memory
 
 NULL_SPACE_LIMIT = 10_000  # its memory grows with n², its time with n³
@@ -71,7 +71,7 @@ def mean(smoothness: float | None = None) -> Rule:
 
 def by_samples(smoothness: float | None = None) -> Rule:
     """Return the averaging of most code: a device counts by its samples, αₖ = nₖ / Σ nⱼ."""
-    return stateless("by_samples", lambda g: shares(g.samples, len(g.samples)), smoothness=smoothness)
+    return stateless("by_samples", lambda g: shares(g.samples, len(g.samples)), ("samples",), smoothness)
 
 
 def folb(smoothness: float | None = None) -> Rule:

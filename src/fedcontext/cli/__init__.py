@@ -12,7 +12,7 @@ from fedcontext.errors import FedcontextError
 from fedcontext.terminal import err
 from fedcontext.version import __version__
 
-app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 for command in (
     running.run,
     running.compare,

@@ -151,8 +151,11 @@ def compare(
 ) -> None:
     """Run several algorithms on the same devices, epochs and batches, and print them side by side."""
     settings = settings_of(locals())
-    names = listed("algorithms", settings.pop("algorithms", PAPERS))
-    seeds_given = [whole("seeds", text) for text in listed("seeds", settings.pop("seeds", "0,1,2"))]
+    # the file of a single run names one algorithm and one seed
+    names = listed("algorithms", settings.pop("algorithms", settings.pop("algorithm", PAPERS)))
+    seeds_given = [
+        whole("seeds", text) for text in listed("seeds", settings.pop("seeds", str(settings.pop("seed", "0,1,2"))))
+    ]
     chosen = [Experiment(**{**settings, "algorithm": name, "seed": seed}) for name in names for seed in seeds_given]
     if figure is not None:
         from fedcontext.paper import figures

@@ -94,7 +94,11 @@ def fetch(name: str, progress: Callable[[int, int], None] = lambda done, total: 
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         partial = Path(scratch) / known.download
-        digest = _download(known.url, partial, progress)
+        try:
+            digest = _download(known.url, partial, progress)
+        except FedcontextError as error:
+            others = f"set {VARIABLE} to a directory that holds {known.names[0]}, or put that file into {folder}"
+            raise FedcontextError(f"{error}. You can also {others}") from None
         if digest != known.sha256:
             raise FedcontextError(f"{known.url}: SHA-256 must be {known.sha256}, got {digest}; nothing was kept")
         if partial.suffix != ".npz":
