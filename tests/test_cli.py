@@ -108,6 +108,7 @@ BAD = {
     "same seed": (["compare", "--seeds", "1,1"], "seeds must be different values"),
     "algorithms": (["compare", "--algorithms", "fedavg,fedsgd"], "algorithm must be one of"),
     "picture": (["compare", "--figure", "curves.gif"], "figure must end in"),
+    "picture in a file": (["compare", "--figure", "odd.toml/curves.png"], "figure cannot be written"),
     "experiment": (["reproduce", "everything"], "experiment must be one of"),
     "no data": (["run", "--dataset", "mnist"], "fedcontext data fetch mnist"),
     "unknown fetch": (["data", "fetch", "cifar"], "only for mnist, femnist"),

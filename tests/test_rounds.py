@@ -14,6 +14,7 @@ from fedcontext import records
 from fedcontext.algorithms import ALGORITHMS, Knobs, contextual_version, fedavg
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import settings_from_toml, to_toml
+from fedcontext.runner import run
 from fedcontext.summary import summarise
 
 SMALL = {"rounds": 4, "devices_per_round": 4, "learning_rate": 0.1, "smoothness": 3.0}
@@ -211,6 +212,21 @@ def test_impossible_experiments_are_refused_at_the_door(settings):
 def test_impossible_settings_are_refused_before_the_first_round(small_data, settings, message):
     with pytest.raises(FedcontextError, match=message):
         list(fc.rounds(data=small_data, **{**SMALL, **settings}))
+
+
+def test_an_interrupted_repetition_leaves_the_complete_record(tmp_path):
+    experiment = fc.Experiment(algorithm="fedavg", engine="reference", **SMALL)
+    complete = [record.loss for record in run(experiment, tmp_path)]
+
+    def interrupt(experiment, record):
+        if record.number == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment, tmp_path, interrupt)
+    assert [record.loss for record in fc.read(tmp_path / f"{experiment.name}.jsonl")[1]] == complete
+    assert [record.loss for record in run(experiment, tmp_path)] == complete
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".jsonl", ".toml"]
 
 
 def test_a_truncated_last_line_is_passed_over_and_other_files_are_refused(small_data, tmp_path):

@@ -44,11 +44,25 @@ def run(
     done = keep(path, state.number) if state else []
     for record in done:
         on_round(experiment, record)
-    with path.open("a" if state else "w", encoding="utf-8") as file:
+    with _longer_kept(path, new=state is None), path.open("a" if state else "w", encoding="utf-8") as file:
         for record in write(experiment, _played(simulation, state, saved if resume else None), file):
             done.append(record)
             on_round(experiment, record)
-        return done
+    return done
+
+
+@contextmanager
+def _longer_kept(path: Path, new: bool) -> Iterator[None]:
+    """Put an earlier record of the same settings back if what is written in its place ends before it did."""
+    aside = path.with_name(f"{path.name}.before")
+    if new and path.exists():
+        path.replace(aside)
+    try:
+        yield
+    finally:
+        if aside.exists() and aside.stat().st_size > path.stat().st_size:
+            aside.replace(path)
+        aside.unlink(missing_ok=True)
 
 
 def _played(simulation: Simulation, state: State | None, saved: Path | None) -> Iterator[RoundRecord]:

@@ -27,6 +27,8 @@ def check(path: Path) -> None:
     require("matplotlib", extra="plot")
     if path.suffix not in FORMATS:
         raise FedcontextError(f"figure must end in {', '.join(FORMATS)}, got {path.name!r}")
+    if path.is_dir() or any(folder.exists() and not folder.is_dir() for folder in path.parents):
+        raise FedcontextError(f"figure cannot be written: {path} is not a file in a folder")
 
 
 def draw_curves(path: Path, title: str, runs: Mapping[str, Sequence[Sequence[RoundRecord]]]) -> None:
