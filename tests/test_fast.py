@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -182,6 +184,23 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
 def test_an_error_in_a_task_reaches_the_caller():
     with pytest.raises(ZeroDivisionError):
         threads.on_all_cores(lambda number: 1 / number, [1, 2, 0, 4])
+
+
+def test_when_an_error_reaches_the_caller_nobody_is_at_work_any_more(monkeypatch):
+    monkeypatch.setattr(threads, "workers", lambda: 2)
+    caller, both, begun, ended = threading.current_thread(), threading.Barrier(2), [], []
+
+    def task(number):
+        begun.append(number)
+        both.wait(timeout=60)
+        if threading.current_thread() is caller:
+            raise ZeroDivisionError
+        time.sleep(0.05)
+        ended.append(number)
+
+    with pytest.raises(ZeroDivisionError):
+        threads.on_all_cores(task, range(10))
+    assert (len(begun), len(ended)) == (2, 1)
 
 
 @pytest.mark.parametrize("engine", ["reference", "fast"])
