@@ -54,3 +54,13 @@ def test_results_are_put_between_their_marks(tmp_path):
         run.put("new", page)
     assert page.read_text() == f"before\n{run.MARKS[0]}\nnew\n{run.MARKS[1]}\nafter\n"
     assert all(mark in (FOLDER.parent / "docs/performance.md").read_text() for mark in run.MARKS)
+
+
+def test_a_quick_trial_is_quick_in_its_scripts_too(tmp_path, monkeypatch):
+    import run
+
+    commands = []
+    monkeypatch.setattr(run.subprocess, "run", lambda command, **_: commands.append(command))
+    for quick in (False, True):
+        run.script("aggregation", tmp_path, quick)
+    assert ["--quick" in command for command in commands] == [False, True]
