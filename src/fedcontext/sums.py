@@ -6,6 +6,7 @@ Arrays are handed over by address, so that K separate models need not be stacked
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from fedcontext.tiles import (
     pointer,
 )
 
+SHARES = 2  # tasks for each core: one that begins late leaves more to the others
 WIDTH = 256  # entries that are summed up at a time, so that their sums stay in the first cache
 
 
@@ -42,19 +44,28 @@ def products(rows: Sequence[Matrix], columns: Sequence[Matrix], quick: bool = Fa
     count, entry, first = len(rows), rows[0].dtype.type, columns[0] if columns else rows[0]
     upright, across = _fours(rows), _fours(columns[1:])
     addresses = _addresses([*upright, *across, *[first] * TILE])
-    shape = len(upright) // TILE, (len(upright) + len(across)) // TILE
-    parts = np.zeros((workers(), *shape, TILE * TILE))
+    shape = len(upright) // TILE, (len(upright) + len(across)) // TILE, TILE * TILE
+    parts = np.zeros((SHARES * workers(), *shape))
 
     def work(task: tuple[int, int, int]) -> None:
-        worker, start, stop = task
-        add_products(addresses, entry, entry if quick else np.float64, start, stop, parts[worker])
+        part, start, stop = task
+        add_products(addresses, entry, entry if quick else np.float64, start, stop, parts[part])
 
     on_all_cores(work, _shares(rows[0]))
-    tiles = parts.sum(axis=0).reshape(*shape, TILE, TILE)
-    whole = tiles.swapaxes(1, 2).reshape(len(upright), -1)[:count]
-    upper, with_first = np.triu(whole[:, :count]), tiles.diagonal()[FREE].T.reshape(-1, 1)[:count]
-    every = np.hstack([upper + np.triu(upper, 1).T, with_first, whole[:, len(upright) :]])
-    return every[:, : count + len(columns)]
+    found: FloatArray = parts.sum(axis=0).reshape(-1)[_places(count, len(columns), shape[1])]
+    return found
+
+
+@lru_cache(8)
+def _places(count: int, columns: int, width: int) -> IntArray:
+    """Return (K, K + P): where each product stands among the sums of the tiles, ``width`` of them in a line."""
+    i, j = np.indices((count, count + columns))
+    inside, others = j < count, -(-count // TILE) * TILE - count - 1
+    i, j = np.where(inside, np.minimum(i, j), i), np.where(inside, np.maximum(i, j), j + others)
+    if columns:  # the first has its places below the diagonal
+        within = np.arange(count) % TILE
+        i[:, count], j[:, count] = np.arange(count) - within + np.array(FREE)[:, within]
+    return ((i // TILE * width + j // TILE) * TILE + i % TILE) * TILE + j % TILE
 
 
 def combine(base: Matrix, rows: Sequence[Matrix], weights: FloatArray, result: Matrix) -> None:
@@ -85,9 +96,10 @@ def _fours(rows: Sequence[Matrix]) -> list[Matrix]:
 
 
 def _shares(array: Matrix) -> list[tuple[int, int, int]]:
-    """Return one task for each core: its number, and the bytes of each array that it works on."""
-    cuts = [max(0, array.nbytes * part // workers() // PIECE * PIECE - LEAD) for part in range(workers())]
-    return [*zip(range(workers()), cuts, [*cuts[1:], array.nbytes], strict=True)]
+    """Return the tasks for all cores: their numbers, and the bytes of each array that they work on."""
+    count = SHARES * workers()
+    cuts = [max(0, array.nbytes * part // count // PIECE * PIECE - LEAD) for part in range(count)]
+    return [*zip(range(count), cuts, [*cuts[1:], array.nbytes], strict=True)]
 
 
 @compiled

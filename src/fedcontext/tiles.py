@@ -50,7 +50,7 @@ def add_products(addresses: IntArray, entry: Any, total: Any, start: int, stop: 
     tiles = panels * width - panels * (panels - 1) // 2
     last = TILE * width
     table, out = np.int64(addresses.ctypes.data), np.int64(sums.ctypes.data)
-    spare = np.zeros((addresses.size, PIECE), np.uint8)
+    spare = np.zeros((addresses.size, PIECE // 4), np.int32)
     spares = np.int64(spare.ctypes.data) + PIECE * np.arange(addresses.size)
     begin = start
     while begin < stop:
@@ -58,9 +58,11 @@ def add_products(addresses: IntArray, entry: Any, total: Any, start: int, stop: 
         where, offset = table, begin
         if end - begin < PIECE:  # what is missing from a piece counts as zero
             where, offset = np.int64(spares.ctypes.data), 0
+            spare[:] = 0
             for row in range(addresses.size):
-                spare[row, : end - begin] = entries(pointer(addresses[row] + begin), (end - begin,), np.uint8)
-                spare[row, end - begin :] = 0
+                values = entries(pointer(addresses[row] + begin), ((end - begin) // 4,), np.int32)
+                for x in range(values.size):
+                    spare[row, x] = values[x]
         tile = 0
         for row in range(panels):
             for column in range(row, width):
