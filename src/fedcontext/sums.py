@@ -29,7 +29,7 @@ from fedcontext.tiles import (
 )
 
 SHARES = 2  # tasks for each core: one that begins late leaves more to the others
-WIDTH = 256  # entries that are summed up at a time, so that their sums stay in the first cache
+WIDTH = 128  # entries of the weighted sum that are worked on at a time
 
 
 def products(rows: Sequence[Matrix], columns: Sequence[Matrix], quick: bool = False) -> FloatArray:
@@ -76,8 +76,9 @@ def combine(base: Matrix, rows: Sequence[Matrix], weights: FloatArray, result: M
     >>> result
     array([ 1., 11.])
     """
-    addresses = _addresses([base, *rows])
-    factors = np.concatenate([[1.0], weights])
+    addresses = _addresses(_fours([*rows, base]))
+    factors = np.zeros(addresses.size)
+    factors[: len(rows) + 1] = [*weights, 1]
 
     def work(task: tuple[int, int, int]) -> None:
         _, start, stop = task
@@ -108,13 +109,17 @@ def _combine(addresses: IntArray, weights: FloatArray, start: int, stop: int, re
     for begin in range(start, stop, WIDTH):
         width = min(WIDTH, stop - begin)
         sums[:] = 0
-        for row in range(addresses.size):
+        for row in range(0, addresses.size, TILE):
             for line in range(0, WIDTH * size, LINE):
-                fetch(addresses[row] + (begin + AHEAD * WIDTH) * size + line)
-            values = entries(pointer(addresses[row]), (stop,), result.dtype)[begin : begin + width]
-            weight = weights[row]
+                for each in addresses[row : row + TILE]:
+                    fetch(each + (begin + AHEAD * WIDTH) * size + line)
+            a = entries(pointer(addresses[row]), (stop,), result.dtype)[begin : begin + width]
+            b = entries(pointer(addresses[row + 1]), (stop,), result.dtype)[begin : begin + width]
+            c = entries(pointer(addresses[row + 2]), (stop,), result.dtype)[begin : begin + width]
+            d = entries(pointer(addresses[row + 3]), (stop,), result.dtype)[begin : begin + width]
+            p, q, r, s = weights[row], weights[row + 1], weights[row + 2], weights[row + 3]
             for x in range(width):
-                sums[x] += weight * values[x]
+                sums[x] += p * a[x] + q * b[x] + r * c[x] + s * d[x]
         target = result[begin : begin + width]
         for x in range(width):
             target[x] = sums[x]
