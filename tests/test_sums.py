@@ -88,6 +88,14 @@ def test_the_same_bits_wherever_the_arrays_lie(places, size, quick):
     )
 
 
+@pytest.mark.parametrize("quick", [True, False])
+def test_the_same_bits_whichever_core_is_first(quick, monkeypatch):
+    rows = [*normal(0, 6, 9_000)]
+    together = sums.products(rows[:5], rows[5:], quick)
+    monkeypatch.setattr(sums, "on_all_cores", lambda task, items: [task(item) for item in reversed(items)])
+    np.testing.assert_array_equal(sums.products(rows[:5], rows[5:], quick), together)
+
+
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_large_models_take_the_quick_way_to_the_same_result(library, monkeypatch):
     make = np.asarray if library == "numpy" else torch.from_numpy

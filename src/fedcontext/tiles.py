@@ -12,9 +12,9 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, codegen
 from numba.extending import intrinsic
 
 from fedcontext.compiling import compiled
@@ -26,8 +26,8 @@ PIECE = 2048  # bytes of a row that are multiplied at a time: eight rows stay in
 LEAD = 16  # bytes by which the first piece is shorter: NumPy's large arrays begin that far into a line of memory
 AHEAD = 2  # pieces between the one that is worked on and the one that is fetched
 TILE = 4
-FEATURES = binding.get_host_cpu_features()
-REGISTER = 64 if FEATURES.get("avx512f") else 32 if FEATURES.get("avx") else 16  # bytes of a vector
+FEATURES = vars(codegen)["get_host_cpu_features"]().split(",")
+REGISTER = 64 if "+avx512f" in FEATURES else 32 if "+avx" in FEATURES else 16  # bytes of a vector
 
 # Which vectors of a tile are multiplied for each of its 16 places: rows are 0 to 3, columns 4 to 7. On the diagonal
 # the columns are the rows again, and places below it are free for the products of the four rows with one column more.
