@@ -124,14 +124,18 @@ def _read(builder: Any, address: Any, kind: Any, align: int, wanted: Any) -> Any
 
 
 def _folded(builder: Any, sums: list[Any], lanes: int) -> list[Any]:
-    """Return vectors of the sums of the given vectors' lanes, in order: halves are added until each has one lane left."""
-    half = lanes // 2
-    while half:
-        lower = [lane for lane in range(2 * lanes) if lane // half % 2 == 0]
-        masks = [ir.Constant(ir.VectorType(ir.IntType(32), lanes), [lane + up for lane in lower]) for up in (0, half)]
+    """Return vectors of the sums of the given vectors' lanes, in order.
+
+    Lanes are added to their neighbours, then twos to twos and so on; each time two vectors become one. Half of its
+    lanes stay where they are, which costs less than moving them.
+    """
+    step = 1
+    while step < lanes:
+        stay = [lane + lanes * (lane & step > 0) for lane in range(lanes)]
+        masks = [ir.Constant(ir.VectorType(ir.IntType(32), lanes), [lane ^ by for lane in stay]) for by in (0, step)]
         pairs = zip(sums[::2], sums[1::2], strict=True)
         sums = [builder.fadd(*(builder.shuffle_vector(one, two, mask) for mask in masks)) for one, two in pairs]
-        half //= 2
+        step *= 2
     return sums
 
 
