@@ -33,8 +33,16 @@ def compiled_orders() -> Orders:
 
 
 def _orders(seed: int, number: int, device: int, samples: int, epochs: int) -> IntArray:
-    words = [word for key in (seed, number, Stream.BATCHES, device) for word in _words(key)]
-    return _shuffles(np.array(words, np.uint32), samples, epochs)
+    return shuffles(entropy(seed, number, device), samples, epochs)
+
+
+def entropy(seed: int, number: int, device: int = 0) -> Words:
+    """Return the words that a device's draws of one round start from; the last is the device's own.
+
+    >>> entropy(0, 7, device=12)
+    array([ 0,  7,  3, 12], dtype=uint32)
+    """
+    return np.array([word for key in (seed, number, Stream.BATCHES, device) for word in _words(key)], np.uint32)
 
 
 def _words(key: int) -> list[int]:
@@ -46,7 +54,8 @@ def _words(key: int) -> list[int]:
 
 
 @compiled
-def _shuffles(entropy: Words, samples: int, epochs: int) -> IntArray:
+def shuffles(entropy: Words, samples: int, epochs: int) -> IntArray:
+    """Return (epochs, samples): the order in which a device visits its samples, in each epoch."""
     state = _seeded(entropy)
     orders = np.empty((epochs, samples), np.int64)
     half, has_half = uint32(0), False
