@@ -95,6 +95,18 @@ def test_the_contextual_version_of_anything_keeps_its_local_work():
         assert version.rule.smoothness == 5
 
 
+@pytest.mark.parametrize("version", [fc.contextual_version, fc.expected_version])
+def test_a_version_by_name_is_that_of_the_algorithm_with_the_papers_learning_rate(version):
+    for name, make in ALGORITHMS.items():
+        made, named = version(make(Knobs(learning_rate=0.2, smoothness=5)), 5), version(name, 5)
+        assert (named.name, named.local, named.rule.name) == (made.name, made.local, made.rule.name)
+    for wrong in ("fedsgd", None, fedavg):
+        with pytest.raises(fc.FedcontextError, match="algorithm must be one of"):
+            version(wrong, 5)
+    with pytest.raises(fc.FedcontextError, match="smoothness must be positive"):
+        version("fedavg", 0)
+
+
 def test_a_missed_deadline_is_recorded_and_an_empty_round_keeps_the_model(small_data):
     slow = [record for _, record in play(small_data, "fedavg", deadline=0.6, rounds=6, devices_per_round=10)]
     assert any(record.excluded for record in slow)
