@@ -60,9 +60,26 @@ def test_compare_runs_all_algorithms_and_seeds(tmp_path, jobs):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert list(result) == ["fedavg", "fedavg-contextual"]
-    assert all(len(runs) == 2 for runs in result.values())
+    for name, runs in result.items():
+        assert [run["seed"] for run in runs] == [0, 7]
+        for run in runs:
+            head, rounds = fc.read(tmp_path / run["records"])
+            assert (head["settings"]["algorithm"], head["settings"]["seed"]) == (name, run["seed"])
+            assert run["loss"] == rounds[-1].loss
     assert len(list((tmp_path / "runs").glob("*.jsonl"))) == 4
     assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_rounds_that_nobody_answered_are_told(tmp_path):
+    few = ("--rounds", "3", "--engine", "reference", "--quiet", "--algorithms", "fedavg,folb", "--seeds", "0,1")
+    for command, told in (
+        (("run", *FEW), "fedavg-contextual 3 of 3"),
+        (("compare", *few), "fedavg 6 of 6, folb 6 of 6"),
+    ):
+        lost = call(*command, "--deadline", "1e-6", cwd=tmp_path)
+        assert f"rounds lost (too few devices answered in time, the model was kept): {told}\n" in lost.stdout
+        assert "lost" not in call(*command, cwd=tmp_path).stdout
+    assert json.loads(call("run", *FEW, "--deadline", "1e-6", "--json", cwd=tmp_path).stdout)["lost"] == 3
 
 
 def test_algorithms_and_data_are_listed(tmp_path):
@@ -107,6 +124,8 @@ BAD = {
     "seeds": (["compare", "--seeds", "0,,1"], "seeds must be different values"),
     "same seed": (["compare", "--seeds", "1,1"], "seeds must be different values"),
     "algorithms": (["compare", "--algorithms", "fedavg,fedsgd"], "algorithm must be one of"),
+    "no jobs": (["compare", "--jobs", "0"], "Invalid value for '--jobs': 0 is not in the range x>=1"),
+    "less than no jobs": (["reproduce", "weights", "--jobs", "-1"], "Invalid value for '--jobs': -1 is not in"),
     "picture": (["compare", "--figure", "curves.gif"], "figure must end in"),
     "picture in a file": (["compare", "--figure", "odd.toml/curves.png"], "figure cannot be written"),
     "experiment": (["reproduce", "everything"], "experiment must be one of"),
