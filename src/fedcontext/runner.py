@@ -30,7 +30,8 @@ def run(
 ) -> list[RoundRecord]:
     """Run an experiment and return its records, written to ``out`` round by round beside the TOML that repeats it.
 
-    Nothing is written before the settings and the data have been checked; an interrupt leaves complete lines.
+    Nothing is written before the settings and the data have been checked; an interrupt or an error leaves the rounds
+    that were done, in complete lines, and no record where there were none.
     ``resume`` keeps a checkpoint of every round too, and goes on from the one that is there: a run killed at any
     moment and started again ends with the same params and records, to the bit.
     """
@@ -44,7 +45,7 @@ def run(
     done = keep(path, state.number) if state else []
     for record in done:
         on_round(experiment, record)
-    with _longer_kept(path, new=state is None), path.open("a" if state else "w", encoding="utf-8") as file:
+    with _best_kept(path, new=state is None), path.open("a" if state else "w", encoding="utf-8") as file:
         for record in write(experiment, _played(simulation, state, saved if resume else None), file):
             done.append(record)
             on_round(experiment, record)
@@ -52,8 +53,8 @@ def run(
 
 
 @contextmanager
-def _longer_kept(path: Path, new: bool) -> Iterator[None]:
-    """Put an earlier record of the same settings back if what is written in its place ends before it did."""
+def _best_kept(path: Path, new: bool) -> Iterator[None]:
+    """Put an earlier record of the same settings back if what replaces it ends before it did; keep none without rounds."""
     aside = path.with_name(f"{path.name}.before")
     if new and path.exists():
         path.replace(aside)
@@ -63,6 +64,8 @@ def _longer_kept(path: Path, new: bool) -> Iterator[None]:
         if aside.exists() and aside.stat().st_size > path.stat().st_size:
             aside.replace(path)
         aside.unlink(missing_ok=True)
+        if path.exists() and path.read_bytes().count(b"\n") < 2:  # a manifest alone
+            path.unlink()
 
 
 def _played(simulation: Simulation, state: State | None, saved: Path | None) -> Iterator[RoundRecord]:
