@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,33 @@ def test_mistakes_are_named_in_a_line_or_two_and_leave_no_file(tmp_path, case, m
     assert len(words) < 500
     assert printed.out == ""
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("module", ["numpy", "typer", "fedcontext.cli.running", "fedcontext.cohorts.fast"])
+def test_an_interrupt_while_modules_load_ends_without_a_traceback(tmp_path, module):
+    """Of the library, of the command line, and of what a command itself loads."""
+    script = f"""
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from fedcontext_program import main
+main()
+"""
+    command = [sys.executable, "-c", script, "run", "--engine", "fast", "--quiet"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+
+
+def test_the_program_starts_where_interrupts_are_caught():
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["scripts"] == {"fedcontext": "fedcontext_program:main"}
+    assert "src/fedcontext_program.py" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
 
 
 def test_an_interrupt_leaves_complete_records_behind(tmp_path):
