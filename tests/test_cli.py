@@ -218,6 +218,34 @@ def test_an_interrupt_ends_a_comparison_and_its_workers(tmp_path):
     assert sizes == [path.stat().st_size for path in sorted(tmp_path.glob("runs/*.jsonl"))]
 
 
+def test_an_interrupt_while_workers_load_ends_without_a_traceback(tmp_path):
+    """Ctrl-C reaches all processes of a terminal: here the first worker that loads sends it."""
+    (tmp_path / "sitecustomize.py").write_text("""
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "fedcontext.runner" and "--multiprocessing-fork" in sys.orig_argv:
+            os.killpg(0, signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+""")
+    command = [*PROGRAM, "compare", "--rounds", "100000", "--engine", "reference", "--quiet", "--jobs", "2"]
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    assert "Traceback" not in errors
+
+
 def test_the_core_runs_without_any_extra(tmp_path):
     """Modules set to None stand in for an environment that has NumPy, Typer and Rich alone."""
     blocked = ("matplotlib", "torch", "jax", "numba", "h5py", "ray", "flwr", "plotly", "pandas", "safetensors")

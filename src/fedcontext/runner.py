@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
@@ -93,14 +94,15 @@ def run_all(
     context = multiprocessing.get_context("spawn")
     words, stop = context.Queue(), context.Event()
     with _one_thread_each(), ProcessPoolExecutor(jobs, context, _listen, (words, stop)) as pool:
-        futures = [pool.submit(_run_and_tell, experiment, out) for experiment in experiments]
         try:
+            with _interrupts(held=True):  # a worker that loads knows no way to end but a traceback
+                futures = [pool.submit(_run_and_tell, experiment, out) for experiment in experiments]
             for experiment, record in _heard(futures, words):
                 on_round(experiment, record)
             return [future.result() for future in futures]
         except BaseException:
             stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)  # the workers need what is freed behind this
             raise
 
 
@@ -135,6 +137,20 @@ def _listen(words: Any, stop: Any) -> None:
     _words, _stop = words, stop
 
 
+@contextmanager
+def _interrupts(held: bool) -> Iterator[None]:
+    """Hold interrupts back, here and in processes started meanwhile, or let them in again; where the system can."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK if held else signal.SIG_UNBLOCK, {signal.SIGINT})
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _run_and_tell(experiment: Experiment, out: Path) -> list[RoundRecord]:
     def tell(experiment: Experiment, record: RoundRecord) -> None:
         _words.put((experiment, record))
@@ -143,7 +159,8 @@ def _run_and_tell(experiment: Experiment, out: Path) -> list[RoundRecord]:
 
     if _stop.is_set():
         raise CalledOff
-    return run(experiment, out, tell)
+    with _interrupts(held=False):
+        return run(experiment, out, tell)
 
 
 class CalledOff(Exception):
