@@ -102,7 +102,8 @@ def run_all(
             return [future.result() for future in futures]
         except BaseException:
             stop.set()
-            pool.shutdown(cancel_futures=True)  # the workers need what is freed behind this
+            with _interrupts(held=True):  # what is freed behind this the workers need
+                pool.shutdown(cancel_futures=True)
             raise
 
 
