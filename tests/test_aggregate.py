@@ -221,6 +221,21 @@ def test_an_overflow_leaves_out_untouched():
     assert (params["b"] == 1).all()
 
 
+@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy, jnp.asarray], ids=["numpy", "torch", "jax"])
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32])
+def test_integers_that_overflow_are_refused_and_the_largest_are_kept(library, kind):
+    def models(*counts):
+        return [{"w": library(np.ones(2, np.float32)), "n": library(np.array([7, n], kind))} for n in counts]
+
+    top = int(np.iinfo(kind).max)
+    (params,) = models(top - 20)
+    kept = fc.aggregate(params, models(10, 30), rule=fc.mean())
+    assert [int(n) for n in kept.params["n"]] == [14, top]
+    with pytest.raises(FedcontextError, match=rf"the new leaf 'n' overflows .*{np.dtype(kind)}: the step is too long"):
+        fc.aggregate(params, models(10, 33), rule=fc.mean())
+    assert [int(n) for n in params["n"]] == [7, top - 20]
+
+
 def test_extra_memory_is_bounded_whatever_the_size(tmp_path):
     size = 8_000_000
     params, out = np.zeros(size, np.float16), np.empty(size, np.float16)  # half precision has no compiled way

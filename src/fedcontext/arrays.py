@@ -89,7 +89,10 @@ class Framework(Protocol):
     def combine(
         self, base: Array, rows: Sequence[Array], weights: FloatArray, scratch: int, out: Array | None = None
     ) -> Array:
-        """Return ``base + Σ weights · rows`` in the type and place of ``base``, in ``out`` if given; integers rounded."""
+        """Return ``base + Σ weights · rows`` in the type and place of ``base``, in ``out`` if given; integers rounded.
+
+        Whole numbers that the type cannot hold are an OverflowError: they would come out as others.
+        """
         ...
 
     def vectors(self, arrays: Sequence[Array]) -> FloatArray:
@@ -132,7 +135,7 @@ class _NumPy:
             block = self._load([base, *rows], start, stop)
             total = block[0] + weights @ block[1:]
             with np.errstate(over="ignore"):  # the door refuses a result that overflows
-                flat[start:stop] = total if kind_of(base) == "floating" else np.rint(total)
+                flat[start:stop] = total if kind_of(base) == "floating" else _held(np.rint(total), base)
         return result
 
     def vectors(self, arrays: Sequence[Array]) -> FloatArray:
@@ -215,7 +218,7 @@ class _Torch:
         for start, stop in blocks(base.numel(), len(rows) + 1, self._room(base, scratch)):
             block = self._load([base, *rows], start, stop)
             total = block[0] + factors @ block[1:]
-            flat[start:stop] = total if kind_of(base) == "floating" else total.round()
+            flat[start:stop] = total if kind_of(base) == "floating" else _held(total.round(), base)
         return result
 
     def vectors(self, arrays: Sequence[Array]) -> FloatArray:
@@ -236,6 +239,14 @@ class _Torch:
         import torch
 
         return torch.stack([array.detach().reshape(-1)[start:stop] for array in arrays]).double()
+
+
+def _held(whole: Array, base: Array) -> Array:
+    """Return float64 whole numbers if the integer type of ``base`` can hold them."""
+    limits = np.iinfo(str(base.dtype).removeprefix("torch."))
+    if whole.min() < limits.min or whole.max() >= float(limits.max) + 1:  # 2^63 - 1 itself is no float64
+        raise OverflowError
+    return whole
 
 
 def _views(tensors: Sequence[Array]) -> list[Array] | None:
