@@ -18,7 +18,7 @@ from numba import uint32, uint64
 
 from fedcontext import plan
 from fedcontext.compiling import compiled
-from fedcontext.plan import IntArray, Stream
+from fedcontext.plan import IntArray, Stream, words
 
 Words: TypeAlias = npt.NDArray[np.uint32]
 Orders: TypeAlias = Callable[[int, int, int, int, int], IntArray]
@@ -42,15 +42,7 @@ def entropy(seed: int, number: int, device: int = 0) -> Words:
     >>> entropy(0, 7, device=12)
     array([ 0,  7,  3, 12], dtype=uint32)
     """
-    return np.array([word for key in (seed, number, Stream.BATCHES, device) for word in _words(key)], np.uint32)
-
-
-def _words(key: int) -> list[int]:
-    """Return the 32-bit words of a whole number, lowest first, as `SeedSequence` cuts them."""
-    words = [key & 0xFFFFFFFF]
-    while key := key >> 32:  # almost never
-        words.append(key & 0xFFFFFFFF)
-    return words
+    return np.array(words(seed, number, Stream.BATCHES, device), np.uint32)
 
 
 @compiled
