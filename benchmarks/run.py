@@ -174,14 +174,15 @@ def table_of_gpu(found: dict) -> str:
         f"(d) A CNN of {found['work']['parameters']:,} parameters, {found['work']['cohort']} devices of "
         f"{found['work']['samples']} images a round, batches of {found['work']['batch']}. The "
         "distance is that of a device's update from training one by one in full precision, relative: the median device's, "
-        "the cohort's as a whole, and the worst device's.",
+        "the cohort's as a whole, and the worst device's; alike is the worst device's from training one by one in the same "
+        "precision with the same convolutions.",
         "",
-        "| | ms a round | times pfl-research | distance: median | cohort | worst |",
-        "|---|---|---|---|---|---|",
+        "| | ms a round | times pfl-research | distance: median | cohort | worst | alike |",
+        "|---|---|---|---|---|---|---|",
     ]
-    faster = found["times faster"].get("pfl", {})
+    faster, shown = found["times faster"].get("pfl", {}), ("median", "cohort", "distance", "alike")
     for key, each in ((key, each) for key, each in found["results"].items() if "ms" in each):
-        apart = " | ".join(f"{each[kind]:.0e}" if kind in each else "-" for kind in ("median", "cohort", "distance"))
+        apart = " | ".join(f"{each[kind]:.0e}" if kind in each else "-" for kind in shown)
         lines.append(f"| {key} | {each['ms']:.1f} | {faster.get(key, '-')} | {apart} |")
     timed = found["results"].get("aggregation", {})
     if timed:
