@@ -347,3 +347,14 @@ def test_what_cannot_be_aggregated_is_named(case):
     good = {"params": model(0), "updates": [model(1), model(2)], "gradient": model(3), "rule": RULE}
     with pytest.raises(FedcontextError, match=message):
         fc.aggregate(**{**good, **change})
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2], [0, 2], [1], [2, 2, 2]])
+def test_rows_of_one_tensor_are_aggregated_as_tensors_of_their_own(order):
+    stack = torch.from_numpy(np.random.default_rng(0).standard_normal((4, 5, 7))).bfloat16()  # as NumPy cannot view it
+    params, slope = torch.zeros(5, 7, dtype=torch.bfloat16), stack[0] + stack[2]
+    given = {"gradient": slope, "rule": fc.contextual(2.0)}
+    apart = fc.aggregate(params, [stack[row].clone() for row in order], **given)
+    together = fc.aggregate(params, [stack[row] for row in order], **given)
+    assert torch.equal(together.params, apart.params)
+    np.testing.assert_array_equal(together.geometry.gram, apart.geometry.gram)

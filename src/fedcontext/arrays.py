@@ -78,7 +78,7 @@ class Framework(Protocol):
 
     name: str
 
-    def place(self, array: Array) -> str:
+    def place(self, array: Array) -> object:
         """Return where the array lives: arrays of one model must live together."""
         ...
 
@@ -111,7 +111,7 @@ class Framework(Protocol):
 class _NumPy:
     name = "NumPy"
 
-    def place(self, array: Array) -> str:
+    def place(self, array: Array) -> object:
         return "cpu"
 
     def products(self, rows: Sequence[Array], columns: Sequence[Array], scratch: int) -> FloatArray:
@@ -161,8 +161,8 @@ class _JAX(_NumPy):
 
     name = "JAX"
 
-    def place(self, array: Array) -> str:
-        return str(array.sharding)
+    def place(self, array: Array) -> object:
+        return array.sharding
 
     def products(self, rows: Sequence[Array], columns: Sequence[Array], scratch: int) -> FloatArray:
         return super().products([np.asarray(row) for row in rows], [np.asarray(column) for column in columns], scratch)
@@ -190,8 +190,8 @@ class _Torch:
 
     name = "PyTorch"
 
-    def place(self, array: Array) -> str:
-        return str(array.device)
+    def place(self, array: Array) -> object:
+        return array.device
 
     def products(self, rows: Sequence[Array], columns: Sequence[Array], scratch: int) -> FloatArray:
         everyone = [*rows, *columns]
@@ -200,9 +200,12 @@ class _Torch:
         import torch
 
         total = torch.zeros(len(rows), len(everyone), dtype=torch.float64, device=rows[0].device)
+        ours, theirs = _Rows(rows), _Rows(columns)
         for start, stop in blocks(rows[0].numel(), len(everyone), self._room(rows[0], scratch)):
-            block = self._load(everyone, start, stop)
-            total += block[: len(rows)] @ block.T
+            block = ours.block(start, stop)
+            total[:, : len(rows)] += block @ block.T
+            if columns:
+                total[:, len(rows) :] += block @ theirs.block(start, stop).T
         return np.asarray(total.cpu().numpy())
 
     def combine(
@@ -215,14 +218,14 @@ class _Torch:
             _FRAMEWORKS["numpy"].combine(views[0], views[2:], weights, scratch, views[1])
             return result
         flat, factors = result.detach().view(-1), torch.from_numpy(weights).to(base.device)
+        first, others = _Rows([base]), _Rows(rows)
         for start, stop in blocks(base.numel(), len(rows) + 1, self._room(base, scratch)):
-            block = self._load([base, *rows], start, stop)
-            total = block[0] + factors @ block[1:]
+            total = first.block(start, stop)[0] + factors @ others.block(start, stop)
             flat[start:stop] = total if kind_of(base) == "floating" else _held(total.round(), base)
         return result
 
     def vectors(self, arrays: Sequence[Array]) -> FloatArray:
-        return np.asarray(self._load(arrays, 0, arrays[0].numel()).cpu().numpy())
+        return np.asarray(_Rows(arrays).block(0, arrays[0].numel()).cpu().numpy())
 
     def largest(self, array: Array, scratch: int) -> float:
         import torch
@@ -235,10 +238,34 @@ class _Torch:
     def _room(self, array: Array, scratch: int) -> int:
         return scratch if array.device.type == "cpu" else scratch * GPU_ROOM
 
-    def _load(self, arrays: Sequence[Array], start: int, stop: int) -> Any:
+
+class _Rows:
+    """Tensors as the rows of a matrix, in blocks of float64; a view where they are rows of one tensor already."""
+
+    def __init__(self, tensors: Sequence[Array]) -> None:
+        self.flat = [tensor.detach().reshape(-1) for tensor in tensors]
+        self.whole = _evenly_spaced(self.flat)
+
+    def block(self, start: int, stop: int) -> Any:
         import torch
 
-        return torch.stack([array.detach().reshape(-1)[start:stop] for array in arrays]).double()
+        if self.whole is not None:
+            return self.whole[:, start:stop].double()
+        return torch.stack([row[start:stop] for row in self.flat]).double()
+
+
+def _evenly_spaced(rows: Sequence[Array]) -> Any:
+    """Return the matrix whose rows these flat tensors are in memory, such as those of a stack of models; or None."""
+    if not rows:
+        return None
+    first, places = rows[0], [row.storage_offset() for row in rows]
+    step = places[1] - places[0] if len(rows) > 1 else first.numel()
+    memory = first.untyped_storage().data_ptr()
+    if step <= 0 or places != list(range(places[0], places[0] + step * len(rows), step)):
+        return None
+    if any(row.untyped_storage().data_ptr() != memory or not row.is_contiguous() for row in rows):
+        return None
+    return first.as_strided((len(rows), first.numel()), (step, 1))
 
 
 def _held(whole: Array, base: Array) -> Array:
