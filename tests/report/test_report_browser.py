@@ -83,6 +83,47 @@ def test_fifty_runs_of_a_thousand_rounds_can_be_drawn_and_panned(
     assert panned[1] - panned[0] == pytest.approx(high - low)
 
 
+def test_words_and_tables_are_painted_before_plotly_starts(open_page, report: Path) -> None:
+    script = """let frames = 0;
+    const count = () => { frames += Boolean(document.querySelector('#results tbody tr')); requestAnimationFrame(count); };
+    requestAnimationFrame(count);
+    Object.defineProperty(window, 'Plotly', {configurable: true, set(value) {
+      window.before = frames;
+      Object.defineProperty(window, 'Plotly', {value, writable: true});
+    }});"""
+    page = open_page(report, script=script)
+    assert page.evaluate("window.before") > 0
+    inline = "[...document.scripts].filter(each => !each.type).map(each => each.textContent.length)"
+    assert max(page.evaluate(inline)) < 50_000  # Plotly is not among the scripts that the page itself stops for
+
+
+def test_plotly_sets_up_only_what_is_drawn(open_page, report: Path) -> None:
+    page = open_page(report)
+    assert sorted(page.evaluate("Object.keys(Plotly.PlotSchema.get().traces)")) == ["bar", "heatmap", "scatter"]
+
+
+def test_no_task_draws_twice(open_page, report: Path) -> None:
+    script = """window.draws = []; let task = 0;
+    Object.defineProperty(window, 'Plotly', {configurable: true, set(value) {
+      Object.defineProperty(window, 'Plotly', {value: {...value, react(box, ...rest) {
+        window.draws.push([box.id, task]);
+        setTimeout(() => { task += 1; });
+        return value.react(box, ...rest);
+      }}});
+    }});"""
+    draws = open_page(report, script=script).evaluate("window.draws")
+    assert {box for box, _ in draws} == set(CHARTS)
+    tasks = [task for _, task in draws]
+    assert len(tasks) == len(set(tasks))
+
+
+def test_a_viewer_that_allows_no_blobs_gets_the_charts(open_page, report: Path, tmp_path: Path) -> None:
+    text = report.read_text(encoding="utf-8")
+    (tmp_path / "page.html").write_text(text.replace("file: blob:;", "file:;"), encoding="utf-8")
+    page = open_page(tmp_path / "page.html", expected="Content Security Policy")
+    assert {chart: page.evaluate(DRAWN, chart) for chart in CHARTS if not page.evaluate(DRAWN, chart)} == {}
+
+
 def test_the_axis_switch_changes_charts_and_table(open_page, report: Path) -> None:
     page = open_page(report)
     title = "() => document.querySelector('#loss .xtitle').textContent"
@@ -186,6 +227,24 @@ def test_the_page_prints(open_page, report: Path) -> None:
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     text = page.pdf(path=SCREENSHOTS / "report.pdf", format="A4", print_background=True)
     assert text.startswith(b"%PDF")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_page_that_is_printed_at_once_has_every_chart(open_page, report: Path, scheme: str) -> None:
+    script = """addEventListener('DOMContentLoaded', () => {
+      dispatchEvent(new Event('beforeprint'));
+      const widths = [...document.querySelectorAll('.chart .main-svg:first-child')].map(svg => svg.clientWidth);
+      window.printed = {theme: document.documentElement.dataset.theme, widths, lines: (LINES)()};
+      dispatchEvent(new Event('afterprint'));
+    });""".replace("LINES", LINES)
+    page = open_page(report, scheme=scheme, script=script)
+    printed = page.evaluate("window.printed")
+    assert printed["theme"] == "light"
+    assert len(printed["widths"]) == len(CHARTS)
+    assert max(printed["widths"]) <= 680
+    assert printed["lines"] == page.evaluate(LINES)
+    assert page.evaluate("document.documentElement.dataset.theme") == scheme
+    assert {chart: page.evaluate(DRAWN, chart) for chart in CHARTS if not page.evaluate(DRAWN, chart)} == {}
 
 
 @pytest.mark.parametrize("unit", ["rounds", "simulated seconds"])

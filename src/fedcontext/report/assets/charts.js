@@ -40,6 +40,12 @@ async function plot(id, about, traces, shape, empty) {
   } else {
     if (box.classList.contains("empty")) box.replaceChildren();
     box.classList.remove("empty");
+    if (!box.data && !printing) {
+      const mine = wave;
+      await Plotly.react(box, traces.slice(0, 1), { ...shape }, CONFIG); // the axes and one line first, the others in the next task
+      await pause();
+      if (mine !== wave) return;
+    }
     await Plotly.react(box, traces, shape, CONFIG);
   }
   box.classList.toggle("empty", nothing);
@@ -100,19 +106,17 @@ function drawHeat() {
   return plot("heat", "Weights of devices by rounds", traces, layout(axis("round"), axis("device", { type: "category", categoryorder: "array", categoryarray: labels }), { uirevision: run()?.label }), "No device has a weight in this run.");
 }
 
-async function drawStages() {
+function drawStage(at) {
   const stages = run() ? run().stages : [];
   const values = stages.flatMap((stage) => stage.weights).concat([0]);
   const pad = 0.05 * (Math.max(...values) - Math.min(...values) || 1);
-  for (let at = 0; at < 3; at += 1) {
-    const stage = stages[at];
-    const traces = !stage ? [] : [{ type: "bar", x: stage.devices.map(tick), y: stage.weights, marker: { color: stage.weights.map((weight) => (weight < 0 ? (dark() ? "#ff9d4d" : "#c45508") : (dark() ? "#63b8ff" : "#0a5ea8"))) }, hovertemplate: "device %{x}<br>weight %{y:.4~g}<extra></extra>" }];
-    const even = stage ? 1 / stage.weights.length : 0;
-    const shapes = [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: even, y1: even, line: { dash: "dot", width: 1.5, color: css("--soft") } }];
-    const y = axis(at ? "" : "weight", { range: [Math.min(...values) - pad, Math.max(...values) + pad], fixedrange: true });
-    const x = axis(stage ? `devices of round ${stage.round}` : "", { type: "category", showticklabels: stage && stage.devices.length <= 16, fixedrange: true });
-    await plot(`stage-${at}`, stage ? `Weights in round ${stage.round}` : "No such stage", traces, layout(x, y, { shapes }), " ");
-  }
+  const stage = stages[at];
+  const traces = !stage ? [] : [{ type: "bar", x: stage.devices.map(tick), y: stage.weights, marker: { color: stage.weights.map((weight) => (weight < 0 ? (dark() ? "#ff9d4d" : "#c45508") : (dark() ? "#63b8ff" : "#0a5ea8"))) }, hovertemplate: "device %{x}<br>weight %{y:.4~g}<extra></extra>" }];
+  const even = stage ? 1 / stage.weights.length : 0;
+  const shapes = [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: even, y1: even, line: { dash: "dot", width: 1.5, color: css("--soft") } }];
+  const y = axis(at ? "" : "weight", { range: [Math.min(...values) - pad, Math.max(...values) + pad], fixedrange: true });
+  const x = axis(stage ? `devices of round ${stage.round}` : "", { type: "category", showticklabels: stage && stage.devices.length <= 16, fixedrange: true });
+  return plot(`stage-${at}`, stage ? `Weights in round ${stage.round}` : "No such stage", traces, layout(x, y, { shapes }), " ");
 }
 
 function drawPromise() {
@@ -143,13 +147,17 @@ const DRAW = [
   () => drawCurves("accuracy"),
   drawReach,
   drawHeat,
-  drawStages,
+  () => drawStage(0),
+  () => drawStage(1),
+  () => drawStage(2),
   drawPromise,
   () => drawHealth("condition", [["condition", () => ({})]]),
   () => drawHealth("smoothness", [["smoothness", () => ({})], ["curvature", (group) => ({ line: { color: colour(group.index), dash: "dot", width: 1 } })]]),
 ];
 
 let wave = 0;
+let printing = false;
+const pause = () => new Promise((resume) => setTimeout(resume));
 // One chart a task, so that the page answers in between; a newer wave ends an older one.
 async function drawAll() {
   if (!window.Plotly) return;
@@ -157,18 +165,53 @@ async function drawAll() {
   const mine = wave;
   document.body.dataset.drawn = "no";
   for (const draw of DRAW) {
+    await pause();
+    if (mine !== wave) return;
     await draw();
-    await new Promise((resume) => setTimeout(resume));
     if (mine !== wave) return;
   }
   document.body.dataset.drawn = "yes";
 }
 
+// Plotly waits in the page as plain text. A browser reads and compiles a script from a blob beside the page, which is there and usable meanwhile.
+function loadPlotly() {
+  const url = URL.createObjectURL(new Blob([byId("plotly").textContent], { type: "text/javascript" }));
+  const script = make("script", { src: url, async: true });
+  const done = () => { URL.revokeObjectURL(url); script.remove(); };
+  script.onload = () => { done(); drawAll(); };
+  script.onerror = () => { done(); runPlotly(); drawAll(); }; // where the page is shown by something that allows no blobs
+  document.head.append(script);
+}
+
+function runPlotly() {
+  if (!window.Plotly) document.head.append(make("script", { textContent: byId("plotly").textContent }));
+}
+
+// Once the words and tables can be seen; a page in the background is not painted, and need not wait for it.
+function whenPainted(next) {
+  if (document.hidden) next();
+  else requestAnimationFrame(() => setTimeout(next));
+}
+
 function forPrint(width) {
   for (const box of document.querySelectorAll(".js-plotly-plot")) Plotly.relayout(box, width ? { width: box.id.startsWith("stage") ? width / 3.2 : width } : { width: null, autosize: true });
 }
+// Paper does not wait: what is not drawn yet is drawn at once, and in light colours.
 let before = null;
-window.addEventListener("beforeprint", () => { before = document.documentElement.dataset.theme; if (before === "dark") { document.documentElement.dataset.theme = "light"; DRAW.forEach((draw) => draw()); } forPrint(680); });
-window.addEventListener("afterprint", () => { forPrint(null); if (before === "dark") setTheme("dark"); });
+window.addEventListener("beforeprint", () => {
+  before = { theme: document.documentElement.dataset.theme, drawn: document.body.dataset.drawn };
+  printing = true;
+  wave += 1;
+  document.documentElement.dataset.theme = "light";
+  runPlotly();
+  if (before.theme !== "light" || before.drawn !== "yes") DRAW.forEach((draw) => draw());
+  forPrint(680);
+});
+window.addEventListener("afterprint", () => {
+  printing = false;
+  forPrint(null);
+  if (before.theme !== "light") setTheme(before.theme);
+  else if (before.drawn !== "yes") drawAll();
+});
 
 begin();
