@@ -78,11 +78,13 @@ def test_seconds_and_bytes_to_a_level_are_those_spent_until_then(write_run) -> N
 
 
 def test_runs_that_differ_in_a_setting_are_separate_lines_named_by_it(write_run) -> None:
-    paths = [write_run([{"loss": 1}], f"{k2}-{seed}", k2=k2, seed=seed) for k2 in (0, 10) for seed in (0, 1)]
+    k2s = (10, "N", 9)
+    paths = [write_run([{"loss": 1}], f"{k2}-{seed}", k2=k2, seed=seed) for k2 in k2s for seed in (0, 1)]
     groups = content(*load(paths))["scenes"][0]["groups"]
     assert [(group["label"], group["seeds"]) for group in groups] == [
-        ("fedavg (k2=0)", ["0", "1"]),
+        ("fedavg (k2=9)", ["0", "1"]),
         ("fedavg (k2=10)", ["0", "1"]),
+        ("fedavg (k2=N)", ["0", "1"]),
     ]
 
 
