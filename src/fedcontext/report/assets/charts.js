@@ -14,16 +14,19 @@ const dashOf = (index) => NAMES[(index + Math.floor(index / LIGHT.length)) % NAM
 const faint = (hex) => `rgba(${[1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)).join(",")},0.15)`;
 const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;").replace(/\$/g, "&#36;");
 const tick = (text, at) => plain(text.length > 18 ? `${text.slice(0, 16)}… (${at})` : text);
+const whole = (values) => (Math.max(...values) < 6 ? { dtick: 1 } : {}); // no half rounds on an axis of a few
 const wide = (values) => values.length > 0 && Math.min(...values) > 0 && Math.max(...values) > 20 * Math.min(...values);
 
+// On a log scale more than a few ticks would be digits on top of each other.
 function axis(title, more = {}) {
-  return { title: { text: title, standoff: 8, font: { size: 12 } }, gridcolor: css("--grid"), zerolinecolor: css("--line"), linecolor: css("--line"), automargin: true, ...more };
+  return { title: { text: title, standoff: 8, font: { size: 12 } }, gridcolor: css("--grid"), zerolinecolor: css("--line"), linecolor: css("--line"), nticks: more.type === "log" ? 4 : 0, ...more };
 }
 
+// Labels may push only the margin beside them: one that pushes along its own axis moves the ticks, and with them the reason to push.
 function layout(x, y, more = {}) {
   return {
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 48, r: 14, t: 10, b: 40 }, showlegend: false,
-    font: { family: "system-ui, sans-serif", size: 11, color: css("--text") }, xaxis: x, yaxis: y, hovermode: "closest",
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 48, r: 16, t: 12, b: 40 }, showlegend: false,
+    font: { family: "system-ui, sans-serif", size: 11, color: css("--text") }, xaxis: { ...x, automargin: "bottom" }, yaxis: { ...y, automargin: "left" }, hovermode: "closest",
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--text") }, namelength: -1 },
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", ...more,
   };
@@ -69,10 +72,11 @@ function drawCurves(measure) {
   const lines = shown();
   const [title, more] = UNIT_AXES[view.unit];
   const log = measure === "loss" && useLog();
-  const y = axis("", measure === "accuracy" ? { tickformat: ".0%", hoverformat: ".2%" } : { type: log ? "log" : "linear", hoverformat: ".4~g", exponentformat: "power", dtick: undefined });
+  const y = axis("", measure === "accuracy" ? { tickformat: ".0%", hoverformat: ".2%" } : { type: log ? "log" : "linear", hoverformat: ".4~g", exponentformat: "power" });
   const traces = [...lines.flatMap((group) => band(group, group[measure].x[view.unit], group[measure])), ...lines.map((group) => line(group, group[measure].x[view.unit], group[measure].mean))];
   const few = lines.length <= 8 && view.unit === "rounds";
-  const shape = layout(axis(title, more), y, { hovermode: few ? "x unified" : "closest", uirevision: `${scene().dataset} ${view.unit} ${log}` });
+  const x = view.unit === "rounds" ? whole(lines.map((group) => group[measure].x.rounds.at(-1) || 0)) : more;
+  const shape = layout(axis(title, x), y, { hovermode: few ? "x unified" : "closest", uirevision: `${scene().dataset} ${view.unit} ${log}` });
   return plot(measure, `${measure} against ${UNITS[view.unit]}, ${lines.length} lines; the table below has the numbers`, traces, shape, "No line is shown: press one in the legend.");
 }
 
@@ -87,7 +91,8 @@ function drawReach() {
   const levels = scene().levels.map((level) => `${Math.round(100 * level)} %`);
   const [title, more] = UNIT_AXES[view.unit];
   const traces = levels.length ? shown().map((group) => ({ type: "bar", name: plain(group.label), x: levels, y: group.reach[view.unit], marker: { color: colour(group.index), pattern: { shape: HATCHES[NAMES.indexOf(dashOf(group.index))], fillmode: "overlay", solidity: 0.2, size: 7, fgcolor: css("--back"), fgopacity: 0.7 } } })) : [];
-  const y = axis(view.unit === "rounds" ? "rounds" : title, { ...more, hoverformat: ".4~s", rangemode: "tozero" });
+  const some = view.unit === "rounds" ? whole(shown().flatMap((group) => group.reach.rounds)) : more;
+  const y = axis(view.unit === "rounds" ? "rounds" : title, { ...some, hoverformat: ".4~s", rangemode: "tozero" });
   return plot("reach", `Cost in ${UNITS[view.unit]} to reach accuracy levels; the table below has the numbers`, traces, layout(axis("test accuracy", { type: "category", fixedrange: true }), y, { barmode: "group", bargap: 0.25, uirevision: view.unit }), " ");
 }
 
@@ -129,7 +134,7 @@ function drawPromise() {
     { ...one, name: "measured", y: promise.measured, line: { width: 2, color: colour(0) } },
     { type: "scatter", mode: "markers", name: "promise failed", x: promise.failed.map((mark) => mark[0]), y: promise.failed.map((mark) => mark[1]), marker: { symbol: "diamond", size: 8, color: css("--bad") }, visible: promise.failed.length > 0 },
   ];
-  const shape = layout(axis("round"), axis("change of the loss", { hoverformat: ".4~g" }), { showlegend: true, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, margin: { l: 48, r: 14, t: 56, b: 40 }, uirevision: run()?.label });
+  const shape = layout(axis("round", whole(promise.rounds.slice(-1))), axis("change of the loss", { hoverformat: ".4~g" }), { showlegend: true, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, margin: { l: 48, r: 16, t: 56, b: 40 }, uirevision: run()?.label });
   return plot("promise", byId("promise-note").textContent, traces, shape, " ");
 }
 
