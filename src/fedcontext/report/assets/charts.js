@@ -102,7 +102,7 @@ function drawHeat() {
   const middle = css("--middle");
   const scale = dark() ? [[0, "#ff9d4d"], [0.5, middle], [1, "#63b8ff"]] : [[0, "#c45508"], [0.5, middle], [1, "#0a5ea8"]];
   const traces = !heat || !labels.length ? [] : [
-    { type: "heatmap", x: heat.rounds, y: labels, z: heat.values, zmin: -heat.limit, zmax: heat.limit, colorscale: scale, hoverongaps: false, hovertemplate: "round %{x}<br>device %{y}<br>weight %{z:.4~g}<extra></extra>", colorbar: { thickness: 9, outlinewidth: 0, xpad: 4 } },
+    { type: "heatmap", x: heat.rounds, y: labels, z: heat.values, zmin: -heat.limit, zmax: heat.limit, colorscale: scale, hoverongaps: false, hovertemplate: "round %{x}<br>device %{y}<br>weight %{z:.4~g}<extra></extra>", colorbar: { thickness: 9, outlinewidth: 0, xpad: 4, exponentformat: "power" } },
     { type: "scatter", mode: "markers", x: heat.left_out.map((mark) => mark[0]), y: heat.left_out.map((mark) => labels[mark[1]]), marker: { symbol: "x-thin", size: 6, line: { width: 1.5, color: css("--text") } }, hovertemplate: "round %{x}<br>device %{y}<br>left out<extra></extra>" },
   ];
   const many = heat && heat.of > labels.length ? ` Shown are the ${labels.length} of ${heat.of} devices that took part most often.` : "";
@@ -119,7 +119,7 @@ function drawStage(at) {
   const traces = !stage ? [] : [{ type: "bar", x: stage.devices.map(tick), y: stage.weights, marker: { color: stage.weights.map((weight) => (weight < 0 ? (dark() ? "#ff9d4d" : "#c45508") : (dark() ? "#63b8ff" : "#0a5ea8"))) }, hovertemplate: "device %{x}<br>weight %{y:.4~g}<extra></extra>" }];
   const even = stage ? 1 / stage.weights.length : 0;
   const shapes = [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: even, y1: even, line: { dash: "dot", width: 1.5, color: css("--soft") } }];
-  const y = axis(at ? "" : "weight", { range: [Math.min(...values) - pad, Math.max(...values) + pad], fixedrange: true });
+  const y = axis(at ? "" : "weight", { range: [Math.min(...values) - pad, Math.max(...values) + pad], fixedrange: true, exponentformat: "power" });
   const x = axis(stage ? `devices of round ${stage.round}` : "", { type: "category", showticklabels: stage && stage.devices.length <= 16, fixedrange: true });
   return plot(`stage-${at}`, stage ? `Weights in round ${stage.round}` : "No such stage", traces, layout(x, y, { shapes }), " ");
 }
@@ -134,7 +134,7 @@ function drawPromise() {
     { ...one, name: "measured", y: promise.measured, line: { width: 2, color: colour(0) } },
     { type: "scatter", mode: "markers", name: "promise failed", x: promise.failed.map((mark) => mark[0]), y: promise.failed.map((mark) => mark[1]), marker: { symbol: "diamond", size: 8, color: css("--bad") }, visible: promise.failed.length > 0 },
   ];
-  const shape = layout(axis("round", whole(promise.rounds.slice(-1))), axis("change of the loss", { hoverformat: ".4~g" }), { showlegend: true, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, margin: { l: 48, r: 16, t: 56, b: 40 }, uirevision: run()?.label });
+  const shape = layout(axis("round", whole(promise.rounds.slice(-1))), axis("change of the loss", { hoverformat: ".4~g", exponentformat: "power" }), { showlegend: true, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, margin: { l: 48, r: 16, t: 56, b: 40 }, uirevision: run()?.label });
   return plot("promise", byId("promise-note").textContent, traces, shape, " ");
 }
 
