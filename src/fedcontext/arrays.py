@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, cached_property
 from importlib.util import find_spec
 from typing import Any, Protocol, TypeAlias
 
@@ -240,32 +241,22 @@ class _Torch:
 
 
 class _Rows:
-    """Tensors as the rows of a matrix, in blocks of float64; a view where they are rows of one tensor already."""
+    """Tensors as the rows of a matrix, in blocks of float64; each of them is touched only where it must be cut."""
 
     def __init__(self, tensors: Sequence[Array]) -> None:
-        self.flat = [tensor.detach().reshape(-1) for tensor in tensors]
-        self.whole = _evenly_spaced(self.flat)
+        self.tensors = tensors
+
+    @cached_property
+    def flat(self) -> list[Array]:
+        return [tensor.detach().reshape(-1) for tensor in self.tensors]
 
     def block(self, start: int, stop: int) -> Any:
         import torch
 
-        if self.whole is not None:
-            return self.whole[:, start:stop].double()
+        if stop - start == self.tensors[0].numel():
+            with torch.no_grad():
+                return torch.stack(list(self.tensors)).reshape(len(self.tensors), -1).double()
         return torch.stack([row[start:stop] for row in self.flat]).double()
-
-
-def _evenly_spaced(rows: Sequence[Array]) -> Any:
-    """Return the matrix whose rows these flat tensors are in memory, such as those of a stack of models; or None."""
-    if not rows:
-        return None
-    first, places = rows[0], [row.storage_offset() for row in rows]
-    step = places[1] - places[0] if len(rows) > 1 else first.numel()
-    memory = first.untyped_storage().data_ptr()
-    if step <= 0 or places != list(range(places[0], places[0] + step * len(rows), step)):
-        return None
-    if any(row.untyped_storage().data_ptr() != memory or not row.is_contiguous() for row in rows):
-        return None
-    return first.as_strided((len(rows), first.numel()), (step, 1))
 
 
 def _held(whole: Array, base: Array) -> Array:
@@ -299,6 +290,14 @@ def _compiled(arrays: Sequence[Array]) -> Any:
 _FRAMEWORKS: dict[str, Framework] = {"numpy": _NumPy(), "torch": _Torch(), "jax": _JAX(), "jaxlib": _JAX()}
 
 
+@cache
+def _of_type(kind: type) -> Framework | None:
+    found = _FRAMEWORKS.get(kind.__module__.split(".")[0])
+    if found is None and issubclass(kind, np.ndarray):
+        found = _FRAMEWORKS["numpy"]  # subclasses, such as a memory-mapped file's
+    return found
+
+
 def framework(array: Array, name: str = "") -> Framework:
     """Return the arithmetic for this array's library.
 
@@ -309,9 +308,7 @@ def framework(array: Array, name: str = "") -> Framework:
     ...
     fedcontext.errors.FedcontextError: leaf 'bias' must be a NumPy, PyTorch or JAX array, got float
     """
-    found = _FRAMEWORKS.get(type(array).__module__.split(".")[0]) if hasattr(array, "shape") else None
-    if found is None and isinstance(array, np.ndarray):
-        found = _FRAMEWORKS["numpy"]  # subclasses, such as a memory-mapped file's
+    found = _of_type(type(array)) if hasattr(array, "shape") else None
     if found is None:
         raise FedcontextError(f"{leaf_name(name)} must be a NumPy, PyTorch or JAX array, got {type(array).__name__}")
     return found
