@@ -291,11 +291,8 @@ _FRAMEWORKS: dict[str, Framework] = {"numpy": _NumPy(), "torch": _Torch(), "jax"
 
 
 @cache
-def _of_type(kind: type) -> Framework | None:
-    found = _FRAMEWORKS.get(kind.__module__.split(".")[0])
-    if found is None and issubclass(kind, np.ndarray):
-        found = _FRAMEWORKS["numpy"]  # subclasses, such as a memory-mapped file's
-    return found
+def _of_module(name: str) -> Framework | None:
+    return _FRAMEWORKS.get(name.split(".")[0])
 
 
 def framework(array: Array, name: str = "") -> Framework:
@@ -308,7 +305,9 @@ def framework(array: Array, name: str = "") -> Framework:
     ...
     fedcontext.errors.FedcontextError: leaf 'bias' must be a NumPy, PyTorch or JAX array, got float
     """
-    found = _of_type(type(array)) if hasattr(array, "shape") else None
+    found = _of_module(type(array).__module__) if hasattr(array, "shape") else None
+    if found is None and isinstance(array, np.ndarray):
+        found = _FRAMEWORKS["numpy"]  # subclasses, such as a memory-mapped file's
     if found is None:
         raise FedcontextError(f"{leaf_name(name)} must be a NumPy, PyTorch or JAX array, got {type(array).__name__}")
     return found
