@@ -38,7 +38,7 @@ def main() -> None:
             sys.exit(f"no result from {', '.join(lost)}: see {logs}")
         results["rounds"] = {"measured": machine(), "rounds": count, "repeats": repeats, **found}
     for row, name in (("c", "aggregation"), ("d", "gpu")):
-        if row in given.rows and (found := script(name, given.home)):
+        if row in given.rows and (found := script(name, given.home, given.quick)):
             results[name] = found
     if "e" in given.rows:
         results["growth"] = {"measured": machine(), "series": growth.measure(given.quick)}
@@ -85,13 +85,14 @@ def machine() -> dict[str, str]:
     }
 
 
-def script(name: str, home: Path) -> dict | None:
+def script(name: str, home: Path, quick: bool = False) -> dict | None:
     """Return what benchmarks/NAME.py writes. Without a GPU that of row (d) may come from elsewhere, as gpu.json."""
     path, out = Path(__file__).parent / f"{name}.py", home / f"{name}.json"
     here = path.exists() and (name != "gpu" or shutil.which("nvidia-smi"))
     if here:
         pfl = home / "pfl/lib"
         extra = ["--pfl", str(next(pfl.glob("python*/site-packages"), pfl))] if name == "gpu" else []
+        extra += ["--quick"] if quick and name == "aggregation" else []
         subprocess.run([sys.executable, str(path), "--out", str(out), *extra], check=True, stdout=subprocess.DEVNULL)
     if not out.exists():
         return None

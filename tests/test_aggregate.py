@@ -138,35 +138,6 @@ def test_little_scratch_memory_does_not_change_the_result(form, monkeypatch):
     np.testing.assert_allclose(flat(cut.params), flat(whole.params), rtol=1e-6)
 
 
-@given(rows=st.integers(1, 8), columns=st.integers(0, 4), size=st.integers(0, 20_000), seed=st.integers(0, 99))
-def test_compiled_sums_agree_with_plain_ones(rows, columns, size, seed):
-    sums = pytest.importorskip("fedcontext.sums")
-    random = np.random.default_rng(seed)
-    for dtype in (np.float32, np.float64):
-        everyone = [random.standard_normal(size).astype(dtype) for _ in range(rows + columns)]
-        exact = np.array(everyone, np.float64)
-        np.testing.assert_allclose(sums.products(everyone[:rows], everyone[rows:]), exact[:rows] @ exact.T, atol=1e-9)
-        weights, result = random.standard_normal(rows), np.empty(size, dtype)
-        sums.combine(everyone[0], everyone[:rows], weights, result)
-        np.testing.assert_allclose(result, exact[0] + weights @ exact[:rows], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_large_models_take_the_compiled_way_to_the_same_result(library, monkeypatch):
-    random = np.random.default_rng(0)
-    make = np.asarray if library == "numpy" else torch.from_numpy
-    params, gradient, *updates = (make(random.standard_normal(300_001).astype(np.float32)) for _ in range(6))
-    sums = pytest.importorskip("fedcontext.sums")
-    calls = []
-    monkeypatch.setattr(sums, "products", lambda *given, way=sums.products: calls.append(1) or way(*given))
-    fast = fc.aggregate(params, updates, gradient=gradient, rule=RULE)
-    assert calls
-    monkeypatch.setattr(arrays, "COMPILED_FROM", 2**60)
-    plain = fc.aggregate(params, updates, gradient=gradient, rule=RULE)
-    np.testing.assert_allclose(fast.weights, plain.weights, rtol=1e-10)
-    np.testing.assert_allclose(np.asarray(fast.params), np.asarray(plain.params), rtol=1e-6)
-
-
 @pytest.mark.parametrize("form", ["mapping", "torch", "list"])
 def test_out_receives_the_result_even_in_place(form):
     make = FORMS[form]

@@ -160,3 +160,13 @@ def test_flower_gets_all_cores_and_is_warmed_up_over_all_rounds(tmp_path, monkey
     assert played == [3, 3]
     assert json.loads((tmp_path / "out.json").read_text())["ms"] == [2000.0] * 3  # of the second pass alone
     assert flower_rounds.RESOURCES["init_args"]["num_cpus"] == len(os.sched_getaffinity(0))
+
+
+def test_a_quick_trial_is_quick_in_its_scripts_too(tmp_path, monkeypatch):
+    import run
+
+    commands = []
+    monkeypatch.setattr(run.subprocess, "run", lambda command, **_: commands.append(command))
+    for quick in (False, True):
+        run.script("aggregation", tmp_path, quick)
+    assert ["--quick" in command for command in commands] == [False, True]

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import threading
+import time
 from threading import Event, current_thread, main_thread
 
 import numpy as np
@@ -261,6 +263,23 @@ def test_nobody_trains_in_an_empty_cohort():
 def test_an_error_in_a_task_reaches_the_caller():
     with pytest.raises(ZeroDivisionError):
         threads.on_all_cores(lambda number: 1 / number, [1, 2, 0, 4])
+
+
+def test_when_an_error_reaches_the_caller_nobody_is_at_work_any_more(monkeypatch):
+    monkeypatch.setattr(threads, "workers", lambda: 2)
+    caller, both, begun, ended = threading.current_thread(), threading.Barrier(2), [], []
+
+    def task(number):
+        begun.append(number)
+        both.wait(timeout=60)
+        if threading.current_thread() is caller:
+            raise ZeroDivisionError
+        time.sleep(0.05)
+        ended.append(number)
+
+    with pytest.raises(ZeroDivisionError):
+        threads.on_all_cores(task, range(10))
+    assert (len(begun), len(ended)) == (2, 1)
 
 
 @pytest.mark.parametrize("engine", ["reference", "fast"])

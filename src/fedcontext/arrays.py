@@ -1,12 +1,13 @@
 """Framework arrays, block by block: the only room that touches NumPy, PyTorch and JAX arrays alike.
 
 A model is a structure of leaves: one array, or lists, tuples and mappings of them. `leaves` lays it out as
-one flat mapping from names to arrays, `rebuild` undoes that. The arithmetic is in float64, in blocks, so that
-the extra memory does not grow with the model.
+one flat mapping from names to arrays, `rebuild` undoes that. The arithmetic is in float64 (but for products of
+float32, where the caller can do with less), in blocks, so that the extra memory does not grow with the model.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property
@@ -75,7 +76,7 @@ def rebuild(like: Structure, values: Mapping[str, Array]) -> Structure:
 
 
 class Framework(Protocol):
-    """What one array library must offer: inner products in float64, and a sum written back in its own type."""
+    """What one array library must offer: inner products summed in float64, and a sum written back in its own type."""
 
     name: str
 
@@ -83,8 +84,13 @@ class Framework(Protocol):
         """Return where the array lives: arrays of one model must live together."""
         ...
 
-    def products(self, rows: Sequence[Array], columns: Sequence[Array], scratch: int) -> FloatArray:
-        """Return (K, K + P), the inner products of the rows with themselves and with the columns, in float64."""
+    def products(
+        self, rows: Sequence[Array], columns: Sequence[Array], scratch: int, quick: bool = False
+    ) -> tuple[FloatArray, bool]:
+        """Return (K, K + P), the inner products of the rows with themselves and with the columns, summed in float64.
+
+        And whether they are exact to float64: with ``quick``, float32 may be multiplied in float32.
+        """
         ...
 
     def combine(
@@ -101,7 +107,7 @@ class Framework(Protocol):
         ...
 
     def largest(self, array: Array, scratch: int) -> float:
-        """Return the largest absolute value; NaN where an entry is NaN."""
+        """Return the largest absolute value, or a larger finite number; NaN where an entry is NaN."""
         ...
 
     def writable(self, array: Array) -> bool:
@@ -115,14 +121,16 @@ class _NumPy:
     def place(self, array: Array) -> object:
         return "cpu"
 
-    def products(self, rows: Sequence[Array], columns: Sequence[Array], scratch: int) -> FloatArray:
+    def products(
+        self, rows: Sequence[Array], columns: Sequence[Array], scratch: int, quick: bool = False
+    ) -> tuple[FloatArray, bool]:
         if compiled := _compiled([*rows, *columns]):
-            return np.asarray(compiled.products(rows, columns))
+            return compiled.products(rows, columns, quick), not quick or rows[0].dtype != np.float32
         total = np.zeros((len(rows), len(rows) + len(columns)))
         for start, stop in blocks(rows[0].size, len(rows) + len(columns), scratch):
             block = self._load([*rows, *columns], start, stop)
             total += block[: len(rows)] @ block.T
-        return total
+        return total, True
 
     def combine(
         self, base: Array, rows: Sequence[Array], weights: FloatArray, scratch: int, out: Array | None = None
@@ -143,6 +151,11 @@ class _NumPy:
         return self._load(arrays, 0, arrays[0].size)
 
     def largest(self, array: Array, scratch: int) -> float:
+        if array.dtype in (np.float32, np.float64) and array.flags.c_contiguous:
+            with np.errstate(over="ignore", invalid="ignore"):
+                length = math.sqrt(np.vdot(array, array))  # one pass instead of two
+            if math.isfinite(length):
+                return length
         pieces = (array.reshape(-1)[start:stop] for start, stop in blocks(array.size, 1, scratch))
         ends = (float(end) for piece in pieces for end in (piece.max(), -piece.min()))
         return max(ends, key=lambda end: np.inf if np.isnan(end) else end, default=0.0)
@@ -165,8 +178,11 @@ class _JAX(_NumPy):
     def place(self, array: Array) -> object:
         return array.sharding
 
-    def products(self, rows: Sequence[Array], columns: Sequence[Array], scratch: int) -> FloatArray:
-        return super().products([np.asarray(row) for row in rows], [np.asarray(column) for column in columns], scratch)
+    def products(
+        self, rows: Sequence[Array], columns: Sequence[Array], scratch: int, quick: bool = False
+    ) -> tuple[FloatArray, bool]:
+        hosts = [np.asarray(row) for row in rows], [np.asarray(column) for column in columns]
+        return super().products(*hosts, scratch, quick)
 
     def combine(
         self, base: Array, rows: Sequence[Array], weights: FloatArray, scratch: int, out: Array | None = None
@@ -194,10 +210,12 @@ class _Torch:
     def place(self, array: Array) -> object:
         return array.device
 
-    def products(self, rows: Sequence[Array], columns: Sequence[Array], scratch: int) -> FloatArray:
+    def products(
+        self, rows: Sequence[Array], columns: Sequence[Array], scratch: int, quick: bool = False
+    ) -> tuple[FloatArray, bool]:
         everyone = [*rows, *columns]
         if views := _views(everyone):
-            return _FRAMEWORKS["numpy"].products(views[: len(rows)], views[len(rows) :], scratch)
+            return _FRAMEWORKS["numpy"].products(views[: len(rows)], views[len(rows) :], scratch, quick)
         import torch
 
         total = torch.zeros(len(rows), len(everyone), dtype=torch.float64, device=rows[0].device)
@@ -207,7 +225,7 @@ class _Torch:
             total[:, : len(rows)] += block @ block.T
             if columns:
                 total[:, len(rows) :] += block @ theirs.block(start, stop).T
-        return np.asarray(total.cpu().numpy())
+        return np.asarray(total.cpu().numpy()), True
 
     def combine(
         self, base: Array, rows: Sequence[Array], weights: FloatArray, scratch: int, out: Array | None = None
@@ -328,7 +346,7 @@ def kind_of(array: Array) -> str:
     >>> kind_of(np.zeros(1, np.float16)), kind_of(np.zeros(1, np.int32)), kind_of(np.zeros(1, bool))
     ('floating', 'integer', 'other')
     """
-    dtype = str(array.dtype).removeprefix("torch.")
+    dtype = _dtype_name(array.dtype)
     if dtype.startswith(("float", "bfloat")):
         return "floating"
     return "integer" if dtype.startswith(("int", "uint")) else "other"
@@ -341,7 +359,12 @@ def largest_number(array: Array) -> float:
     65504.0
     """
     limits = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.40e38, "float64": 1.79e308}
-    return limits.get(str(array.dtype).removeprefix("torch."), 0.0)
+    return limits.get(_dtype_name(array.dtype), 0.0)
+
+
+@cache
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def size_of(array: Array) -> int:
@@ -350,7 +373,7 @@ def size_of(array: Array) -> int:
     >>> size_of(np.zeros((2, 3)))
     6
     """
-    return int(np.prod(array.shape, dtype=np.int64))
+    return math.prod(array.shape)
 
 
 def blocks(size: int, rows: int, scratch: int = SCRATCH) -> Iterator[tuple[int, int]]:

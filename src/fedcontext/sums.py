@@ -1,55 +1,71 @@
 """Sums over K large arrays at the speed of memory, compiled: inner products in one pass, a weighted sum in another.
 
-Arrays are handed over by address, so that K separate models need not be stacked. Rows are read in stretches, turned
-into float64, and multiplied three by three: nine sums stay in registers and every value loaded is used three times.
+Arrays are handed over by address, so that K separate models need not be stacked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import lru_cache
 
-import numba
 import numpy as np
-import numpy.typing as npt
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from fedcontext.arrays import FloatArray
 from fedcontext.compiling import compiled
 from fedcontext.threads import on_all_cores, workers
+from fedcontext.tiles import (
+    AHEAD,
+    FREE,
+    LEAD,
+    LINE,
+    PIECE,
+    TILE,
+    IntArray,
+    Matrix,
+    add_products,
+    entries,
+    fetch,
+    pointer,
+)
 
-Matrix = npt.NDArray[Any]
-IntArray = npt.NDArray[np.int64]
-STRETCH = 8192  # entries of one row that are read at a time
-PIECE = 256  # entries that are multiplied at a time, so that all rows of a piece stay close
-TILE = 3
+SHARES = 2  # tasks for each core: one that begins late leaves more to the others
+WIDTH = 128  # entries of the weighted sum that are worked on at a time
 
 
-def products(rows: Sequence[Matrix], columns: Sequence[Matrix]) -> FloatArray:
+def products(rows: Sequence[Matrix], columns: Sequence[Matrix], quick: bool = False) -> FloatArray:
     """Return (K, K + P): the inner products of ``rows`` with themselves, then with ``columns``, summed in float64.
+
+    With ``quick``, float32 entries are multiplied and added in float32, 512 at a time; only their sums are in float64.
 
     >>> products([np.arange(3.0), np.ones(3)], [np.ones(3)])
     array([[5., 3., 3.],
            [3., 3., 3.]])
     """
-    count, total = len(rows), len(rows) + len(columns)
-    everyone = _addresses([*rows, *columns])
-    padded = -(-count // TILE) * TILE
-    width = -(-total // TILE) * TILE
-    parts = np.zeros((workers(), padded, width))
+    count, entry, first = len(rows), rows[0].dtype.type, columns[0] if columns else rows[0]
+    upright, across = _fours(rows), _fours(columns[1:])
+    addresses = _addresses([*upright, *across, *[first] * TILE])
+    shape = len(upright) // TILE, (len(upright) + len(across)) // TILE, TILE * TILE
+    parts = np.zeros((SHARES * workers(), *shape))
 
     def work(task: tuple[int, int, int]) -> None:
-        worker, start, stop = task
-        pieces = np.zeros((STRETCH // PIECE, width, PIECE))
-        _products(everyone, count, rows[0].dtype.type, start, stop, pieces, parts[worker])
+        part, start, stop = task
+        add_products(addresses, entry, entry if quick else np.float64, start, stop, parts[part])
 
-    on_all_cores(work, _shares(rows[0].size))
-    whole: FloatArray = parts.sum(axis=0)[:count, :total]
-    upper = np.triu(whole[:, :count])
-    whole[:, :count] = upper + np.triu(upper, 1).T
-    return whole
+    on_all_cores(work, _shares(rows[0]))
+    found: FloatArray = parts.sum(axis=0).reshape(-1)[_places(count, len(columns), shape[1])]
+    return found
+
+
+@lru_cache(8)
+def _places(count: int, columns: int, width: int) -> IntArray:
+    """Return (K, K + P): where each product stands among the sums of the tiles, ``width`` of them in a line."""
+    i, j = np.indices((count, count + columns))
+    inside, others = j < count, -(-count // TILE) * TILE - count - 1
+    i, j = np.where(inside, np.minimum(i, j), i), np.where(inside, np.maximum(i, j), j + others)
+    if columns:  # the first has its places below the diagonal
+        within = np.arange(count) % TILE
+        i[:, count], j[:, count] = np.arange(count) - within + np.array(FREE)[:, within]
+    return ((i // TILE * width + j // TILE) * TILE + i % TILE) * TILE + j % TILE
 
 
 def combine(base: Matrix, rows: Sequence[Matrix], weights: FloatArray, result: Matrix) -> None:
@@ -60,95 +76,50 @@ def combine(base: Matrix, rows: Sequence[Matrix], weights: FloatArray, result: M
     >>> result
     array([ 1., 11.])
     """
-    everyone = _addresses([base, *rows])
-    factors = np.concatenate([[1.0], weights])
+    addresses = _addresses(_fours([*rows, base]))
+    factors = np.zeros(addresses.size)
+    factors[: len(rows) + 1] = [*weights, 1]
 
     def work(task: tuple[int, int, int]) -> None:
         _, start, stop = task
-        _combine(everyone, factors, base.dtype.type, start, stop, result.reshape(-1))
+        _combine(addresses, factors, start // base.itemsize, stop // base.itemsize, result.reshape(-1))
 
-    on_all_cores(work, _shares(base.size))
+    on_all_cores(work, _shares(base))
 
 
 def _addresses(arrays: Sequence[Matrix]) -> IntArray:
     return np.array([array.ctypes.data for array in arrays], np.int64)
 
 
-def _shares(size: int) -> list[tuple[int, int, int]]:
-    """Return one task for each core: its number, and the stretch of entries it works on."""
-    cuts = [size * part // workers() // STRETCH * STRETCH for part in range(workers())] + [size]
-    return [(part, cuts[part], cuts[part + 1]) for part in range(workers())]
+def _fours(rows: Sequence[Matrix]) -> list[Matrix]:
+    """Return the rows, the last repeated until their number is a multiple of four."""
+    return [*rows, *(list(rows[-1:]) * (-len(rows) % TILE))]
 
 
-def _typed_pointer(context: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), generate
-
-
-_pointer: Any = intrinsic(_typed_pointer)
-_array: Any = vars(numba)["carray"]
+def _shares(array: Matrix) -> list[tuple[int, int, int]]:
+    """Return the tasks for all cores: their numbers, and the bytes of each array that they work on."""
+    count = SHARES * workers()
+    cuts = [max(0, array.nbytes * part // count // PIECE * PIECE - LEAD) for part in range(count)]
+    return [*zip(range(count), cuts, [*cuts[1:], array.nbytes], strict=True)]
 
 
 @compiled
-def _products(addresses: IntArray, count: int, dtype: Any, start: int, stop: int, pieces: Matrix, out: Matrix) -> None:
-    total = addresses.size
-    for stretch in range(start, stop, STRETCH):
-        width = min(STRETCH, stop - stretch)
-        used = -(-width // PIECE)
-        if width < STRETCH:
-            pieces[:] = 0
-        for row in range(total):
-            values = _array(_pointer(addresses[row]), (stop,), dtype)[stretch : stretch + width]
-            for piece in range(used):
-                _load(values[piece * PIECE : piece * PIECE + PIECE], pieces[piece, row])
-        for piece in range(used):
-            for row in range(0, count, TILE):
-                for column in range(row, total, TILE):
-                    _multiply(pieces[piece], row, column, out)
-
-
-@compiled
-def _load(values: Matrix, target: Matrix) -> None:
-    for x in range(values.size):
-        target[x] = values[x]
-
-
-@compiled
-def _multiply(piece: Matrix, row: int, column: int, out: Matrix) -> None:
-    """Add to out the nine inner products of three rows and three columns of a piece."""
-    a0, a1, a2 = piece[row], piece[row + 1], piece[row + 2]
-    b0, b1, b2 = piece[column], piece[column + 1], piece[column + 2]
-    s00 = s01 = s02 = s10 = s11 = s12 = s20 = s21 = s22 = 0.0
-    for x in range(piece.shape[1]):
-        p0, p1, p2, q0, q1, q2 = a0[x], a1[x], a2[x], b0[x], b1[x], b2[x]
-        s00 += p0 * q0
-        s01 += p0 * q1
-        s02 += p0 * q2
-        s10 += p1 * q0
-        s11 += p1 * q1
-        s12 += p1 * q2
-        s20 += p2 * q0
-        s21 += p2 * q1
-        s22 += p2 * q2
-    sums = ((s00, s01, s02), (s10, s11, s12), (s20, s21, s22))
-    for i in range(TILE):
-        for j in range(TILE):
-            out[row + i, column + j] += sums[i][j]
-
-
-@compiled
-def _combine(addresses: IntArray, weights: FloatArray, dtype: Any, start: int, stop: int, result: Matrix) -> None:
-    sums = np.empty(PIECE)
-    for piece in range(start, stop, PIECE):
-        width = min(PIECE, stop - piece)
+def _combine(addresses: IntArray, weights: FloatArray, start: int, stop: int, result: Matrix) -> None:
+    sums, size = np.empty(WIDTH), result.itemsize
+    for begin in range(start, stop, WIDTH):
+        width = min(WIDTH, stop - begin)
         sums[:] = 0
-        for row in range(addresses.size):
-            values = _array(_pointer(addresses[row]), (stop,), dtype)[piece : piece + width]
-            weight = weights[row]
+        for row in range(0, addresses.size, TILE):
+            for line in range(0, WIDTH * size, LINE):
+                for each in addresses[row : row + TILE]:
+                    fetch(each + (begin + AHEAD * WIDTH) * size + line)
+            a = entries(pointer(addresses[row]), (stop,), result.dtype)[begin : begin + width]
+            b = entries(pointer(addresses[row + 1]), (stop,), result.dtype)[begin : begin + width]
+            c = entries(pointer(addresses[row + 2]), (stop,), result.dtype)[begin : begin + width]
+            d = entries(pointer(addresses[row + 3]), (stop,), result.dtype)[begin : begin + width]
+            p, q, r, s = weights[row], weights[row + 1], weights[row + 2], weights[row + 3]
             for x in range(width):
-                sums[x] += weight * values[x]
-        target = result[piece : piece + width]
+                sums[x] += p * a[x] + q * b[x] + r * c[x] + s * d[x]
+        target = result[begin : begin + width]
         for x in range(width):
             target[x] = sums[x]

@@ -31,7 +31,7 @@ def _helpers() -> ThreadPoolExecutor:
 
 
 def on_all_cores(task: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Return the task's result for each item, in order; the first error is raised.
+    """Return the task's result for each item, in order; the first error is raised, when nobody is at work any more.
 
     >>> on_all_cores(abs, [-1, 2, -3])
     [1, 2, 3]
@@ -44,10 +44,14 @@ def on_all_cores(task: Callable[[Item], Result], items: Sequence[Item]) -> list[
             results[index] = task(items[index])
 
     helpers = [_helpers().submit(work) for _ in range(min(workers(), len(items)) - 1)]
-    work()
-    for helper in helpers:
-        if not helper.cancel():
-            helper.result()
+    try:
+        work()
+    finally:
+        for _ in left:  # after an error here nobody begins another task
+            pass
+        errors = [helper.exception() for helper in helpers if not helper.cancel()]
+    for error in filter(None, errors):
+        raise error
     return [results[index] for index in range(len(items))]
 
 

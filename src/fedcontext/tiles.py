@@ -1,0 +1,169 @@
+"""Inner products of many rows, tile by tile: four rows times four others, in vector registers, straight from memory.
+
+LLVM's vectoriser would add up the lanes of each of a tile's sixteen sums by itself, and fetches nothing ahead; so a tile
+is written here in LLVM's own terms. Rows are handed over by address, and positions in them are in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils, codegen
+from numba.extending import intrinsic
+
+from fedcontext.compiling import compiled
+
+Matrix = npt.NDArray[Any]
+IntArray = npt.NDArray[np.int64]
+LINE = 64  # bytes that are read from memory together
+PIECE = 2048  # bytes of a row that are multiplied at a time: eight rows stay in the first cache, hundreds in the second
+LEAD = 16  # bytes by which the first piece is shorter: NumPy's large arrays begin that far into a line of memory
+AHEAD = 2  # pieces between the one that is worked on and the one that is fetched
+TILE = 4
+FEATURES = vars(codegen)["get_host_cpu_features"]().split(",")
+REGISTER = 64 if "+avx512f" in FEATURES else 32 if "+avx" in FEATURES else 16  # bytes of a vector
+
+# Which vectors of a tile are multiplied for each of its 16 places: rows are 0 to 3, columns 4 to 7. On the diagonal
+# the columns are the rows again, and places below it are free for the products of the four rows with one column more.
+FREE = ((1, 2, 2, 3), (0, 0, 1, 0))  # their rows, their columns
+FOUND = {place: row for row, place in enumerate(zip(*FREE, strict=True))}
+PLACES = [(row, column) for row in range(TILE) for column in range(TILE)]
+SQUARE = [(row, TILE + column) for row, column in PLACES]
+CORNER = [(FOUND[place], TILE) if place in FOUND else (min(place), place[1]) for place in PLACES]
+
+
+@compiled
+def add_products(addresses: IntArray, entry: Any, total: Any, start: int, stop: int, sums: Matrix) -> None:
+    """Add to ``sums``, (rows / 4, columns / 4, 16), the products of the rows' bytes from ``start`` to ``stop``.
+
+    Addresses are those of the rows, of the columns beyond the first (both in fours), and of the first column, four
+    times. Tiles left of the diagonal stay as they are. ``entry`` is the arrays' type, ``total`` the one in which the
+    entries of a piece are multiplied and added.
+    """
+    panels, width, _ = sums.shape
+    tiles = panels * width - panels * (panels - 1) // 2
+    last = TILE * width
+    table, out = np.int64(addresses.ctypes.data), np.int64(sums.ctypes.data)
+    spare = np.zeros((addresses.size, PIECE // 4), np.int32)
+    spares = np.int64(spare.ctypes.data) + PIECE * np.arange(addresses.size)
+    begin = start
+    while begin < stop:
+        end = min((begin + LEAD) // PIECE * PIECE + PIECE - LEAD, stop)
+        where, offset = table, begin
+        if end - begin < PIECE:  # what is missing from a piece counts as zero
+            where, offset = np.int64(spares.ctypes.data), 0
+            spare[:] = 0
+            for row in range(addresses.size):
+                values = entries(pointer(addresses[row] + begin), ((end - begin) // 4,), np.int32)
+                for x in range(values.size):
+                    spare[row, x] = values[x]
+        tile = 0
+        for row in range(panels):
+            for column in range(row, width):
+                place = out + 8 * TILE * TILE * (row * width + column)
+                ahead = (last + 1) * tile // tiles  # the row to fetch for a later piece
+                if column == row:
+                    _corner(entry, total, where, TILE * row, last, ahead, offset, place)
+                else:
+                    _square(entry, total, where, TILE * row, TILE * column, ahead, offset, place)
+                tile += 1
+        begin = end
+
+
+def _tile(pairs: Sequence[tuple[int, int]]) -> Any:
+    """Return the function that adds the products of these pairs of vectors, over one piece, to 16 sums at ``out``."""
+
+    def typed(
+        context: Any, entry: Any, total: Any, table: Any, row: Any, column: Any, ahead: Any, offset: Any, out: Any
+    ) -> tuple[Any, Callable[..., Any]]:
+        size, lanes = entry.dtype.bitwidth // 8, 8 * REGISTER // total.dtype.bitwidth
+
+        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            _, _, table, row, column, ahead, offset, out = given
+            read, summed, wide = (
+                ir.VectorType(context.get_data_type(kind), lanes) for kind in (entry.dtype, total.dtype, types.float64)
+            )
+            starts = [_address(builder, table, row, i, offset) for i in range(TILE)]
+            starts += [_address(builder, table, column, i, offset) for i in range(1 + max(j for _, j in pairs) - TILE)]
+            further = builder.add(offset, _int64(AHEAD * PIECE))
+            later = [_address(builder, table, ahead, i, further) for i in range(2)]
+            sums = [_variable(builder, ir.Constant(summed, [0.0] * lanes)) for _ in pairs]
+            with cgutils.for_range(builder, _int64(PIECE // size // lanes), intp=ir.IntType(64)) as loop:
+                place = builder.mul(loop.index, _int64(size * lanes))
+                for start in later:
+                    _fetched(builder, builder.add(start, place))
+                values = [_read(builder, builder.add(start, place), read, size, summed) for start in starts]
+                for cell, (i, j) in zip(sums, pairs, strict=True):
+                    product = builder.fmul(values[i], values[j], flags=("contract",))
+                    builder.store(builder.fadd(builder.load(cell), product, flags=("contract",)), cell)
+            for number, value in enumerate(_folded(builder, [builder.load(cell) for cell in sums], lanes)):
+                target = builder.inttoptr(builder.add(out, _int64(8 * lanes * number)), wide.as_pointer())
+                value = value if summed == wide else builder.fpext(value, wide)
+                builder.store(builder.fadd(builder.load(target, align=8), value), target, align=8)
+            return context.get_dummy_value()
+
+        return types.void(entry, total, *[types.int64] * 6), generate
+
+    return intrinsic(typed)
+
+
+def _address(builder: Any, table: Any, first: Any, number: int, offset: Any) -> Any:
+    place = builder.mul(builder.add(first, _int64(number)), _int64(8))
+    return builder.add(builder.load(builder.inttoptr(builder.add(table, place), ir.IntType(64).as_pointer())), offset)
+
+
+def _read(builder: Any, address: Any, kind: Any, align: int, wanted: Any) -> Any:
+    value = builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+    return value if kind == wanted else builder.fpext(value, wanted)
+
+
+def _folded(builder: Any, sums: list[Any], lanes: int) -> list[Any]:
+    """Return vectors of the sums of the given vectors' lanes, in order: halves are added until each has one lane left."""
+    half = lanes // 2
+    while half:
+        lower = [lane for lane in range(2 * lanes) if lane // half % 2 == 0]
+        masks = [ir.Constant(ir.VectorType(ir.IntType(32), lanes), [lane + up for lane in lower]) for up in (0, half)]
+        pairs = zip(sums[::2], sums[1::2], strict=True)
+        sums = [builder.fadd(*(builder.shuffle_vector(one, two, mask) for mask in masks)) for one, two in pairs]
+        half //= 2
+    return sums
+
+
+def _fetched(builder: Any, address: Any) -> Any:
+    """Ask for the line at ``address``, which may be anywhere, into the second cache."""
+    given = [cgutils.voidptr_t, *[ir.IntType(32)] * 3]
+    function = builder.module.declare_intrinsic("llvm.prefetch", given[:1], ir.FunctionType(ir.VoidType(), given))
+    numbers = [ir.Constant(ir.IntType(32), number) for number in (0, 2, 1)]
+    return builder.call(function, [builder.inttoptr(address, cgutils.voidptr_t), *numbers])
+
+
+def _int64(value: int) -> Any:
+    return ir.Constant(ir.IntType(64), value)
+
+
+def _typed_fetch(context: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        _fetched(builder, given[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+def _typed_pointer(context: Any, address: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        return builder.inttoptr(given[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+_variable: Any = cgutils.alloca_once_value
+fetch: Any = intrinsic(_typed_fetch)
+pointer: Any = intrinsic(_typed_pointer)
+entries: Any = vars(numba)["carray"]
+_square, _corner = _tile(SQUARE), _tile(CORNER)
