@@ -7,7 +7,8 @@ numbers: speed does not depend on them), 50 devices a round, 1 epoch, batches of
 
 Every variant starts from the same params on the same plan; ``distance`` is the largest relative distance of a device's
 update from the one that training one by one in full precision gives (for pfl-research: of the round's mean update);
-``median`` is the median device's, ``cohort`` that of all updates taken together.
+``median`` is the median device's, ``cohort`` that of all updates taken together. ``alike`` is the largest distance from
+training one by one with the same convolutions.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterator
+from datetime import date
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -63,11 +65,18 @@ VARIANTS: dict[str, dict] = {
     "compile unfold tf32": {**COMPILED, "convolutions": "unfold", "precision": "tf32"},
     "compile unfold bfloat16": {**COMPILED, "convolutions": "unfold", "precision": "bfloat16"},
     "compile slices": {**COMPILED, "convolutions": "slices"},
+    "search slices": {**COMPILED, "speed": "search", "convolutions": "slices"},
+    "compile slices tf32": {**COMPILED, "convolutions": "slices", "precision": "tf32"},
     "compile slices bfloat16": {**COMPILED, "convolutions": "slices", "precision": "bfloat16"},
     "compile tf32": {**COMPILED, "precision": "tf32"},
     "compile bfloat16": {**COMPILED, "precision": "bfloat16"},
 }
-NEEDED_S = {"compile": 70, "graph": 10, "vmap": 10}  # what a variant may take: it is skipped if less is left
+NEEDED_S = {
+    "compile": 70,
+    "search": 170,
+    "graph": 10,
+    "vmap": 10,
+}  # what a variant may take: it is skipped if less is left
 
 
 class Bench:
@@ -127,7 +136,16 @@ class Bench:
         if self.device.type == "cuda":
             found["peak_gb"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         ran = engine.stacked.speed if engine.at_once else "plain"
-        return {**found, "ran as": ran, **self.check(engine.train(self.params, self.work(1)))}
+        updates = engine.train(self.params, self.work(1))
+        return {**found, "ran as": ran, **self.check(updates), **self.alike(name, updates)}
+
+    def alike(self, name: str, updates: list[dict[str, torch.Tensor]]) -> dict:
+        """Return the largest distance from training one by one in the same precision, with the same convolutions."""
+        options = {key: VARIANTS[name][key] for key in ("convolutions", "precision") if key in VARIANTS[name]}
+        if not options:
+            return {}
+        theirs = self.engine({"at_once": False, **options}).train(self.params, self.work(1))
+        return {"alike": max(relative(*pair) for pair in zip(updates, theirs, strict=True))}
 
     def cudnn_search(self) -> dict:
         """Return the same as "graph", with cuDNN told to try its kernels and keep the fastest."""
@@ -385,7 +403,14 @@ def report(bench: Bench) -> str:
         for peer in ("pfl", "pfl processes", "loop")
         if peer in times
     }
-    found = {"machine": gpu, "versions": versions, "work": work, "results": bench.results, "times faster": ratios}
+    found = {
+        "machine": gpu,
+        "date": f"{date.today()}",
+        "versions": versions,
+        "work": work,
+        "results": bench.results,
+        "times faster": ratios,
+    }
     return json.dumps(found, indent=1)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from fedcontext.plan import orders, plan_round
 HERE = Path(__file__).parent
 EPOCHS = {"a": (1, 1), "b": (1, 20)}
 OURS = "fedcontext, fast"
+SIDE = 1024  # of the square matrices whose product shows the machine's peak
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,11 @@ def python_of(peer: Peer, home: Path) -> str:
     return str(folder / "bin/python")
 
 
+def log_of(name: str, home: Path) -> Path:
+    """Return the file that takes what a peer prints, of all its runs."""
+    return home / "logs" / f"{re.sub('[^a-z0-9.]+', '-', name.lower())}.log"
+
+
 def run_peer(name: str, row: str, rounds: int, home: Path) -> dict[str, object] | None:
     """Return what one run of one peer measured, with its final params; None where it failed."""
     peer, out = PEERS[name], home / "result.json"
@@ -88,25 +96,52 @@ def run_peer(name: str, row: str, rounds: int, home: Path) -> dict[str, object] 
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_HOME": str(home / "flwr")}
     quiet["PYTHONPATH"] = str(HERE / "peers")
     command = [python_of(peer, home), str(HERE / "peers" / peer.script), str(home / "work"), row, str(rounds), str(out)]
-    with (home / "last.log").open("w") as log:
+    log_of(name, home).parent.mkdir(parents=True, exist_ok=True)
+    with log_of(name, home).open("a") as log:
+        print(f"row {row}, {rounds} rounds", file=log, flush=True)
         done = subprocess.run([*command, *peer.words], env={**os.environ, **quiet}, stdout=log, stderr=log)
     if done.returncode or not out.exists():
-        print(f"{name}, row {row}: failed, see {home / 'last.log'}", file=sys.stderr)
+        print(f"{name}, row {row}: failed with status {done.returncode}, see {log_of(name, home)}", file=sys.stderr)
         return None
     return {**json.loads(out.read_text()), "params": np.load(out.with_suffix(".npy"))}
 
 
-def measure(home: Path, rounds: int, repeats: int, names: list[str]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the figures of each row and peer: every repeat runs all of them, one after another."""
+def measure(home: Path, rounds: int, repeats: int, names: list[str]) -> dict[str, object]:
+    """Return the figures of each row and peer, and the machine's limit: every repeat runs all, one after another."""
     write_work(home / "work", rounds)
+    for name in names:
+        log_of(name, home).unlink(missing_ok=True)
     runs: dict[tuple[str, str], list[dict[str, object]]] = {}
+    highest = 0.0
     for repeat in range(repeats):
+        highest = max(highest, peak())
         for row in EPOCHS:
             for name in names:
                 print(f"repeat {repeat + 1} of {repeats}, row {row}: {name}", file=sys.stderr)
                 if result := run_peer(name, row, rounds, home):
                     runs.setdefault((row, name), []).append(result)
-    return {row: {name: summary(runs[row, name]) for name in names if (row, name) in runs} for row in EPOCHS}
+    limits = {row: 1000 * multiply_adds(home / "work", row) / highest for row in EPOCHS}
+    cells = {row: {name: summary(runs[row, name]) for name in names if (row, name) in runs} for row in EPOCHS}
+    return {"peak": highest, "limit_ms": limits, **cells}
+
+
+def multiply_adds(folder: Path, row: str) -> float:
+    """Return what a round's training costs at least in dense arithmetic: n d C forwards and as much for the gradient."""
+    sizes, features = np.diff(np.load(folder / "offsets.npy")), np.load(folder / "features.npy", mmap_mode="r")
+    devices, epochs = (np.load(folder / f"{row}-{name}.npy") for name in ("devices", "epochs"))
+    passes = (sizes[devices] * epochs).sum(axis=1).mean()  # of a sample, in a round
+    return float(2 * passes * features.shape[1] * (np.load(folder / "labels.npy").max() + 1))
+
+
+def peak(side: int = SIDE, tries: int = 20) -> float:
+    """Return the float32 multiply-adds a second that NumPy's matrix product reaches on all cores, best of ``tries``."""
+    left, right, out = (np.ones((side, side), np.float32) for _ in range(3))
+    times = []
+    for _ in range(tries + 1):  # the first starts the threads
+        start = time.perf_counter()
+        np.matmul(left, right, out=out)
+        times.append(time.perf_counter() - start)
+    return side**3 / min(times[1:])
 
 
 def summary(runs: list[dict[str, object]]) -> dict[str, float]:

@@ -29,20 +29,21 @@ def main() -> None:
         name for name in rounds.PEERS if given.peers is None or name in given.peers.split(";") or name == rounds.OURS
     ]
     path = given.home / ("quick.json" if given.quick else "results.json")
-    results = json.loads(path.read_text()) if path.exists() else {}
-    results["machine"] = machine()
+    results = kept(path)
     if "a" in given.rows or "b" in given.rows:
         count, repeats = (10, 1) if given.quick else (100, given.repeats)
-        results["rounds"] = {"rounds": count, "repeats": repeats, **rounds.measure(given.home, count, repeats, names)}
-        if lost := [name for name in names if any(name not in results["rounds"][row] for row in TITLES)]:
-            sys.exit(f"no result from {', '.join(lost)}: see the logs in {given.home}")
+        found = rounds.measure(given.home, count, repeats, names)
+        if lost := [name for name in names if any(name not in found[row] for row in TITLES)]:
+            logs = ", ".join(str(rounds.log_of(name, given.home)) for name in lost)
+            sys.exit(f"no result from {', '.join(lost)}: see {logs}")
+        results["rounds"] = {"measured": machine(), "rounds": count, "repeats": repeats, **found}
     for row, name in (("c", "aggregation"), ("d", "gpu")):
         if row in given.rows and (found := script(name, given.home, given.quick)):
             results[name] = found
     if "e" in given.rows:
-        results["growth"] = growth.measure(given.quick)
+        results["growth"] = {"measured": machine(), "series": growth.measure(given.quick)}
         figure = given.home / "growth.png" if given.quick else ROOT / "docs/figures/growth.png"
-        growth.draw(results["growth"], figure)
+        growth.draw(results["growth"]["series"], figure)
     path.write_text(json.dumps(results, indent=1))
     text = document(results)
     print(text)
@@ -63,8 +64,14 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def kept(path: Path) -> dict:
+    """Return the parts that earlier runs measured, each as it was; one that does not say when and where is not kept."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return {name: part for name, part in found.items() if "measured" in part}
+
+
 def machine() -> dict[str, str]:
-    """Return what the figures were measured on."""
+    """Return what a part is measured on, and when: it stays with the part."""
     model = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),
@@ -81,12 +88,19 @@ def machine() -> dict[str, str]:
 def script(name: str, home: Path, quick: bool = False) -> dict | None:
     """Return what benchmarks/NAME.py writes. Without a GPU that of row (d) may come from elsewhere, as gpu.json."""
     path, out = Path(__file__).parent / f"{name}.py", home / f"{name}.json"
-    if path.exists() and (name != "gpu" or shutil.which("nvidia-smi")):
+    here = path.exists() and (name != "gpu" or shutil.which("nvidia-smi"))
+    if here:
         pfl = home / "pfl/lib"
         extra = ["--pfl", str(next(pfl.glob("python*/site-packages"), pfl))] if name == "gpu" else []
         extra += ["--quick"] if quick and name == "aggregation" else []
         subprocess.run([sys.executable, str(path), "--out", str(out), *extra], check=True, stdout=subprocess.DEVNULL)
-    return json.loads(out.read_text()) if out.exists() else None
+    if not out.exists():
+        return None
+    found = json.loads(out.read_text())
+    stamp = machine() if here else {"date": found.get("date", "not written down")}
+    if "machine" in found:  # the GPU's
+        stamp = {"date": stamp["date"], "processor": found["machine"], **found["versions"]}
+    return {"measured": stamp, **found}
 
 
 def unequal(results: dict, row: str) -> list[str]:
@@ -94,15 +108,19 @@ def unequal(results: dict, row: str) -> list[str]:
 
 
 def document(results: dict) -> str:
-    """Return the results as Markdown."""
-    said = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
-    parts = [f"Measured: {said}."]
-    if "rounds" in results:
-        parts += [table_of_rounds(results["rounds"])]
-    parts += [table_of_script(name, results[name]) for name in ("aggregation", "gpu") if name in results]
-    if "growth" in results:
-        parts += [table_of_growth(results["growth"])]
+    """Return the results as Markdown, each part with when, where and with what it was measured."""
+    tables = {
+        "rounds": table_of_rounds,
+        "aggregation": table_of_aggregation,
+        "gpu": table_of_gpu,
+        "growth": table_of_growth,
+    }
+    parts = [f"{table(results[name])}\n\n{said(results[name])}" for name, table in tables.items() if name in results]
     return "\n\n".join(parts)
+
+
+def said(part: dict) -> str:
+    return f"Measured: {', '.join(f'{name} {value}' for name, value in part['measured'].items())}."
 
 
 def table_of_rounds(measured: dict) -> str:
@@ -131,26 +149,41 @@ def table_of_rounds(measured: dict) -> str:
                 f"{last['accuracy']:.4f}",
             )
             lines.append(f"| {name} | {' | '.join(timed)} | {' | '.join(rest)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", limit(measured, ours)])
 
 
-def table_of_script(name: str, found: dict) -> str:
-    """Return the script's own Markdown, or for row (d) a table of its milliseconds, ratios and distances."""
-    if "markdown" in found:
-        return f"(c) Aggregation of K float32 updates of n entries, milliseconds:\n\n{found['markdown']}"
-    versions = ", ".join(f"{key} {value}" for key, value in found["versions"].items())
+def limit(measured: dict, ours: dict[str, float]) -> str:
+    """Return our rounds as multiples of what their arithmetic would take at the machine's peak."""
+    told = [
+        f"{measured['limit_ms'][row]:.3f} ms in ({row}), and our round {ours[row] / measured['limit_ms'][row]:.1f} times that"
+        for row in TITLES
+    ]
+    return (
+        f"The limit: at {measured['peak'] / 1e9:.0f} float32 multiply-adds a nanosecond (NumPy's product of two matrices of "
+        f"{rounds.SIDE:,} x {rounds.SIDE:,} on all cores, the best seen in the same run) the dense arithmetic of a round, n d C "
+        f"multiply-adds forwards and as many for the gradient, takes {'; '.join(told)}."
+    )
+
+
+def table_of_aggregation(found: dict) -> str:
+    return f"(c) Aggregation of K float32 updates of n entries, milliseconds:\n\n{found['markdown']}"
+
+
+def table_of_gpu(found: dict) -> str:
+    """Return a table of row (d)'s milliseconds, ratios and distances."""
     lines = [
         f"(d) A CNN of {found['work']['parameters']:,} parameters, {found['work']['cohort']} devices of "
-        f"{found['work']['samples']} images a round, batches of {found['work']['batch']}; {found['machine']}, {versions}. The "
+        f"{found['work']['samples']} images a round, batches of {found['work']['batch']}. The "
         "distance is that of a device's update from training one by one in full precision, relative: the median device's, "
-        "the cohort's as a whole, and the worst device's.",
+        "the cohort's as a whole, and the worst device's; alike is the worst device's from training one by one in the same "
+        "precision with the same convolutions.",
         "",
-        "| | ms a round | times pfl-research | distance: median | cohort | worst |",
-        "|---|---|---|---|---|---|",
+        "| | ms a round | times pfl-research | distance: median | cohort | worst | alike |",
+        "|---|---|---|---|---|---|---|",
     ]
-    faster = found["times faster"].get("pfl", {})
+    faster, shown = found["times faster"].get("pfl", {}), ("median", "cohort", "distance", "alike")
     for key, each in ((key, each) for key, each in found["results"].items() if "ms" in each):
-        apart = " | ".join(f"{each[kind]:.0e}" if kind in each else "-" for kind in ("median", "cohort", "distance"))
+        apart = " | ".join(f"{each[kind]:.0e}" if kind in each else "-" for kind in shown)
         lines.append(f"| {key} | {each['ms']:.1f} | {faster.get(key, '-')} | {apart} |")
     timed = found["results"].get("aggregation", {})
     if timed:
@@ -168,7 +201,7 @@ def table_of_growth(measured: dict) -> str:
         "How a whole round grows (contextual aggregation, the cohort's own gradients, no evaluation), in milliseconds:",
         "",
     ]
-    for name, series in measured.items():
+    for name, series in measured["series"].items():
         lines.append(f"- {name}: " + ", ".join(f"{int(value):,}: {ms:.2f}" for value, ms in series.items()))
     return "\n".join([*lines, "", "![growth of a round's cost](figures/growth.png)"])
 

@@ -192,6 +192,21 @@ def test_an_overflow_leaves_out_untouched():
     assert (params["b"] == 1).all()
 
 
+@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy, jnp.asarray], ids=["numpy", "torch", "jax"])
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32])
+def test_integers_that_overflow_are_refused_and_the_largest_are_kept(library, kind):
+    def models(*counts):
+        return [{"w": library(np.ones(2, np.float32)), "n": library(np.array([7, n], kind))} for n in counts]
+
+    top = int(np.iinfo(kind).max)
+    (params,) = models(top - 20)
+    kept = fc.aggregate(params, models(10, 30), rule=fc.mean())
+    assert [int(n) for n in kept.params["n"]] == [14, top]
+    with pytest.raises(FedcontextError, match=rf"the new leaf 'n' overflows .*{np.dtype(kind)}: the step is too long"):
+        fc.aggregate(params, models(10, 33), rule=fc.mean())
+    assert [int(n) for n in params["n"]] == [7, top - 20]
+
+
 def test_extra_memory_is_bounded_whatever_the_size(tmp_path):
     size = 8_000_000
     params, out = np.zeros(size, np.float16), np.empty(size, np.float16)  # half precision has no compiled way
@@ -303,3 +318,13 @@ def test_what_cannot_be_aggregated_is_named(case):
     good = {"params": model(0), "updates": [model(1), model(2)], "gradient": model(3), "rule": RULE}
     with pytest.raises(FedcontextError, match=message):
         fc.aggregate(**{**good, **change})
+
+
+def test_tensors_that_are_cut_give_the_sums_of_whole_ones():
+    stack = torch.from_numpy(np.random.default_rng(0).standard_normal((4, 50, 70))).bfloat16()  # NumPy cannot view it
+    given = {"gradient": stack[0] + stack[2], "rule": fc.contextual(2.0)}
+    whole = fc.aggregate(stack[3], list(stack), **given)
+    cut = fc.aggregate(stack[3].clone().requires_grad_(), [row.requires_grad_() for row in stack], scratch=1, **given)
+    torch.testing.assert_close(cut.params, whole.params)
+    assert not cut.params.requires_grad
+    np.testing.assert_allclose(cut.geometry.gram, whole.geometry.gram)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,26 @@ def test_compare_runs_all_algorithms_and_seeds(tmp_path, jobs):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert list(result) == ["fedavg", "fedavg-contextual"]
-    assert all(len(runs) == 2 for runs in result.values())
+    for name, runs in result.items():
+        assert [run["seed"] for run in runs] == [0, 7]
+        for run in runs:
+            head, rounds = fc.read(tmp_path / run["records"])
+            assert (head["settings"]["algorithm"], head["settings"]["seed"]) == (name, run["seed"])
+            assert run["loss"] == rounds[-1].loss
     assert len(list((tmp_path / "runs").glob("*.jsonl"))) == 4
     assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_rounds_that_nobody_answered_are_told(tmp_path):
+    few = ("--rounds", "3", "--engine", "reference", "--quiet", "--algorithms", "fedavg,folb", "--seeds", "0,1")
+    for command, told in (
+        (("run", *FEW), "fedavg-contextual 3 of 3"),
+        (("compare", *few), "fedavg 6 of 6, folb 6 of 6"),
+    ):
+        lost = call(*command, "--deadline", "1e-6", cwd=tmp_path)
+        assert f"rounds lost (too few devices answered in time, the model was kept): {told}\n" in lost.stdout
+        assert "lost" not in call(*command, cwd=tmp_path).stdout
+    assert json.loads(call("run", *FEW, "--deadline", "1e-6", "--json", cwd=tmp_path).stdout)["lost"] == 3
 
 
 def test_algorithms_and_data_are_listed(tmp_path):
@@ -107,6 +125,8 @@ BAD = {
     "seeds": (["compare", "--seeds", "0,,1"], "seeds must be different values"),
     "same seed": (["compare", "--seeds", "1,1"], "seeds must be different values"),
     "algorithms": (["compare", "--algorithms", "fedavg,fedsgd"], "algorithm must be one of"),
+    "no jobs": (["compare", "--jobs", "0"], "Invalid value for '--jobs': 0 is not in the range x>=1"),
+    "less than no jobs": (["reproduce", "weights", "--jobs", "-1"], "Invalid value for '--jobs': -1 is not in"),
     "picture": (["compare", "--figure", "curves.gif"], "figure must end in"),
     "picture in a file": (["compare", "--figure", "odd.toml/curves.png"], "figure cannot be written"),
     "experiment": (["reproduce", "everything"], "experiment must be one of"),
@@ -136,6 +156,33 @@ def test_mistakes_are_named_in_a_line_or_two_and_leave_no_file(tmp_path, case, m
     assert len(words) < 500
     assert printed.out == ""
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("module", ["numpy", "typer", "fedcontext.cli.running", "fedcontext.cohorts.fast"])
+def test_an_interrupt_while_modules_load_ends_without_a_traceback(tmp_path, module):
+    """Of the library, of the command line, and of what a command itself loads."""
+    script = f"""
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from fedcontext_program import main
+main()
+"""
+    command = [sys.executable, "-c", script, "run", "--engine", "fast", "--quiet"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+
+
+def test_the_program_starts_where_interrupts_are_caught():
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["scripts"] == {"fedcontext": "fedcontext_program:main"}
+    assert "src/fedcontext_program.py" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
 
 
 def test_an_interrupt_leaves_complete_records_behind(tmp_path):
@@ -169,6 +216,34 @@ def test_an_interrupt_ends_a_comparison_and_its_workers(tmp_path):
     sizes = [path.stat().st_size for path in sorted(tmp_path.glob("runs/*.jsonl"))]
     time.sleep(0.5)
     assert sizes == [path.stat().st_size for path in sorted(tmp_path.glob("runs/*.jsonl"))]
+
+
+def test_an_interrupt_while_workers_load_ends_without_a_traceback(tmp_path):
+    """Ctrl-C reaches all processes of a terminal: here each worker that loads sends it, so it comes twice."""
+    (tmp_path / "sitecustomize.py").write_text("""
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "fedcontext.runner" and "--multiprocessing-fork" in sys.orig_argv:
+            os.killpg(0, signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+""")
+    command = [*PROGRAM, "compare", "--rounds", "100000", "--engine", "reference", "--quiet", "--jobs", "2"]
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},  # a thread of its own may take the signal
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    assert "Traceback" not in errors
 
 
 def test_the_core_runs_without_any_extra(tmp_path):

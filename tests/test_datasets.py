@@ -135,6 +135,46 @@ def test_arrays_that_cannot_be_trained_on_are_refused(features, labels, parts, m
         datasets.federate(features, labels, [np.array(part, int) for part in parts])
 
 
+EVEN = {"features": np.zeros((4, 2)), "labels": np.array([0, 1, 2, 0]), "parts": [[0, 1], [2, 3]]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parts": [[0, 1], [2, 4]]}, "the samples of device 1 must be from 0 to 3, got 2 to 4"),
+        ({"parts": [[0, 1], [-1, 3]]}, "the samples of device 1 must be from 0 to 3, got -1 to 3"),
+        ({"parts": [[0.0, 1.0]]}, r"the samples of device 0 must be indices \(n,\), got float64 \(2,\)"),
+        ({"parts": [[0, np.nan]]}, "the samples of device 0 must be indices"),
+        ({"parts": [[True, False, True, True]]}, "the samples of device 0 must be indices .* got bool"),
+        ({"parts": [[[0, 1]]]}, "the samples of device 0 must be indices"),
+        ({"parts": [[0], [[1], [2, 3]]]}, "the samples of device 1 must be an array"),
+        (
+            {"parts": np.array([0, 1, 0, 1])},
+            "the samples of device 0 must be indices",
+        ),  # whose sample, not whose samples
+        ({"parts": None}, "parts must hold the samples of each device"),
+        ({"parts": 3}, "parts must hold the samples of each device"),
+        ({"labels": np.array([0, 1, np.nan, 0])}, "labels must be whole numbers from 0, got float64"),
+        ({"labels": np.array(["a", "b", "c", "a"])}, "labels must be whole numbers from 0, got <U1"),
+        ({"labels": np.array([0, 1, None, 0])}, "labels must be whole numbers from 0, got object"),
+        ({"labels": np.array([0, 1, -2, 0])}, "labels must be whole numbers from 0, got int64 with minimum -2"),
+        ({"labels": np.zeros((4, 1), int)}, r"labels must have shape \(4,\)"),
+        ({"labels": [0, [1], 2, 0]}, "labels must be an array"),
+        ({"features": [[1.0], [2.0, 3.0], [4.0], [5.0]]}, "features must be an array"),
+        ({"features": np.array([["a"]] * 4)}, "features must be a floating"),
+        ({"classes": 2}, "classes must be a whole number above the largest label 2, got 2"),
+        ({"classes": 3.5}, "classes must be a whole number above the largest label 2"),
+        ({"test_share": np.nan}, "test_share must be from 0 to below 1, got nan"),
+        ({"test_share": 1.5}, "test_share must be from 0 to below 1"),
+        ({"test_share": "half"}, "test_share must be from 0 to below 1, got 'half'"),
+    ],
+)
+def test_what_cannot_be_spread_over_devices_is_named(change, message):
+    datasets.federate(**EVEN, classes=3, test_share=0.5)
+    with pytest.raises(FedcontextError, match=message):
+        datasets.federate(**{**EVEN, **change})
+
+
 def write_leaf(folder, split, users):
     (folder / split).mkdir(parents=True)
     content = {"users": list(users), "num_samples": [len(u["y"]) for u in users.values()], "user_data": users}

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import threading
 import time
+from threading import Event, current_thread, main_thread
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 import fedcontext as fc
 from fedcontext import plan, threads
-from fedcontext.cohorts import Work, engine_named, fast
+from fedcontext.cohorts import Work, engine_named, fast, sparse
 from fedcontext.cohorts.draws import compiled_orders
 from fedcontext.cohorts.fast import SoftmaxFast
 from fedcontext.cohorts.softmax import SoftmaxReference
@@ -34,6 +35,15 @@ def data_of(sizes=(1, 7, 30, 12), dimension=6, classes=3, seed=0, dtype=np.float
         for counts in (sizes, [2] * len(sizes))
     ]
     return FederatedData("drawn", sides[0], sides[1], classes)
+
+
+def speckled(sizes=(1, 7, 30, 12), dimension=40, classes=3, seed=0, share=0.2):
+    """Return data that is background but for a share of its entries, with another background in each column."""
+    data, random = data_of(sizes, dimension, classes, seed), np.random.default_rng(seed)
+    background = random.standard_normal(dimension) * (random.random(dimension) < 0.7)
+    for side in (data.train, data.test):
+        side.features[:] = np.where(random.random(side.features.shape) < share, side.features, background)
+    return data
 
 
 def work_of(devices, epochs, local, seed=0, number=1):
@@ -87,32 +97,70 @@ def test_every_update_is_the_references(dtype, classes, dimension, batch, epochs
 def test_the_span_of_the_samples_and_the_features_give_the_same_steps(spans, mu, monkeypatch):
     data = data_of()
     ours, theirs = SoftmaxFast(data, np.float64), SoftmaxReference(data, np.float64)
-    monkeypatch.setattr(ours, "_spans", lambda *_: spans)
+    monkeypatch.setattr(ours, "_spans", lambda found, counts, epochs: np.full(len(counts), spans))
     params, work = somewhere(ours), work_of([0, 1, 2, 3], [5, 5, 5, 5], Local(0.2, 4, mu))
     for _ in range(2):  # the second time with the inner products kept
         agree(ours.train(params, work), theirs.train(params, work), 1e-10)
-    assert bool(ours._grams) == spans
+    assert bool(ours._known) == spans
 
 
 def test_both_ways_are_taken_where_they_pay():
-    engine = SoftmaxFast(data_of(dimension=200))
-    assert engine._spans(count=30, epochs=20)
-    assert not engine._spans(count=30, epochs=1)
-    assert not engine._spans(count=10_000, epochs=20)
+    engine, counts, epochs = SoftmaxFast(data_of(dimension=200)), np.array([30, 30, 10_000]), np.array([20, 1, 20])
+    assert engine._spans(engine._nothing, counts, epochs).tolist() == [True, False, False]
 
 
 def test_inner_products_are_kept_within_their_bound(monkeypatch):
     monkeypatch.setattr(fast, "GRAM_BYTES", 30 * 30 * 8)
     engine = SoftmaxFast(data_of(), np.float64)
-    monkeypatch.setattr(engine, "_spans", lambda *_: True)
+    monkeypatch.setattr(engine, "_spans", lambda found, counts, epochs: counts > 0)
     engine.train(engine.start(), work_of([2, 1, 3, 0], [2, 2, 2, 2], Local(0.1, 5)))
-    assert sum(kept.nbytes for kept in engine._grams.values()) <= 30 * 30 * 8
+    assert engine._known == {2}
+    assert engine._inner.nbytes == 30 * 30 * 8
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_gradients_losses_and_accuracy_are_the_references(dtype, monkeypatch):
+@settings(deadline=None, max_examples=40)
+@given(
+    classes=st.integers(2, 70),
+    dimension=st.integers(10, 60),
+    batch=st.integers(1, 40),
+    epochs=st.lists(st.integers(1, 3), min_size=4, max_size=4),
+    mu=st.sampled_from([0.0, 0.1, 1.0]),
+    seed=st.integers(0, 5),
+)
+def test_steps_on_what_differs_from_the_background_are_the_references(
+    dtype, classes, dimension, batch, epochs, mu, seed
+):
+    data = speckled(dimension=dimension, classes=classes, seed=seed)
+    ours, theirs = SoftmaxFast(data, dtype), SoftmaxReference(data, dtype)
+    assert ours.train_side.found.leans.size
+    params, work = somewhere(ours, seed), work_of([2, 0, 3, 1], epochs, Local(0.1, batch, mu), seed)
+    agree(ours.train(params, work), theirs.train(params, work), TOLERANCE[dtype])
+    agree(ours.gradients(params, np.arange(4)), theirs.gradients(params, np.arange(4)), TOLERANCE[dtype])
+
+
+@settings(deadline=None)
+@given(share=st.floats(0, 1), seed=st.integers(0, 20))
+def test_samples_are_their_background_and_what_differs_from_it(share, seed):
+    features = speckled(sizes=(25,), dimension=30, seed=seed, share=share).train.features
+    found = sparse.sparse(features)
+    if found.leans.size == 0:
+        assert (features != found.background).mean() > sparse.WORTHWHILE or (features == features[0]).all()
+        return
+    rows = np.zeros((26, 30))
+    for row, own in enumerate(rows):
+        entries = slice(found.starts[row], found.starts[row + 1])
+        np.add.at(own, found.columns[entries], found.values[entries])
+    np.testing.assert_allclose(rows[:-1] + found.background, features, rtol=0, atol=1e-15)
+    assert np.array_equal(rows[-1], found.background)
+    np.testing.assert_allclose(found.leans, rows @ found.background, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("make", [data_of, speckled])
+def test_gradients_losses_and_accuracy_are_the_references(dtype, make, monkeypatch):
     monkeypatch.setattr(fast, "ROWS", 16)
-    data, devices, everyone = data_of(classes=5), np.array([3, 0]), np.arange(4)
+    data, devices, everyone = make(classes=5), np.array([3, 0]), np.arange(4)
     ours, theirs = SoftmaxFast(data, dtype), SoftmaxReference(data, dtype)
     params, tolerance = somewhere(ours, scale=1.0), TOLERANCE[dtype]
     agree(ours.gradients(params, devices), theirs.gradients(params, devices), tolerance)
@@ -127,12 +175,12 @@ def test_a_gradient_taken_along_by_evaluation_is_the_one_asked_for(monkeypatch):
     data, everyone, even = data_of(), np.arange(4), np.full(4, 0.25)
     ours, theirs = SoftmaxFast(data, np.float64), SoftmaxReference(data, np.float64)
     passes, sweep = [], fast._sweep
-    monkeypatch.setattr(fast, "_sweep", lambda split, *rest: passes.append(split) or sweep(split, *rest))
+    monkeypatch.setattr(fast, "_sweep", lambda side, *rest: passes.append(side) or sweep(side, *rest))
     for seed in range(3):
         params = somewhere(ours, seed)
         assert ours.evaluate(params)[0] == pytest.approx(theirs.evaluate(params)[0])
         agree([ours.gradient(params, everyone, even)], [theirs.gradient(params, everyone, even)], 1e-10)
-    assert sum(split is ours.train_split for split in passes) == 4  # one pass a round, and one to learn the habit
+    assert sum(side is ours.train_side for side in passes) == 4  # one pass a round, and one to learn the habit
     params += 1  # a change in place is noticed
     agree([ours.gradient(params, everyone, even)], [theirs.gradient(params, everyone, even)], 1e-10)
     other = np.array([0.7, 0.1, 0.1, 0.1])
@@ -170,8 +218,9 @@ def _numeric(value):
     return isinstance(value, float) or (isinstance(value, list) and any(isinstance(each, float) for each in value))
 
 
-def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
-    data, local = data_of(sizes=(40, 3, 9, 25, 60, 1)), Local(0.1, 4, 0.1)
+@pytest.mark.parametrize("make", [data_of, speckled])
+def test_results_do_not_depend_on_the_number_of_threads(make, monkeypatch):
+    data, local = make(sizes=(40, 3, 9, 25, 60, 1)), Local(0.1, 4, 0.1)
     engine = SoftmaxFast(data)
     params, work = somewhere(engine), work_of(range(6), [3, 1, 9, 2, 4, 5], local)
     many = engine.train(params, work), engine.evaluate(params)
@@ -179,6 +228,36 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
     alone = SoftmaxFast(data)
     assert all(np.array_equal(a, b) for a, b in zip(many[0], alone.train(params, work), strict=True))
     assert many[1] == alone.evaluate(params)
+
+
+def test_a_caller_that_loses_patience_waits_for_the_others(monkeypatch):
+    monkeypatch.setattr(threads, "workers", lambda: 2)
+    begun, left, finished = Event(), Event(), []
+
+    def crew():
+        if current_thread() is main_thread():
+            begun.wait(10)
+            left.set()
+            return False
+        begun.set()
+        finished.append(left.wait(10))
+        return True
+
+    threads.together(crew, hands=2)
+    assert finished == [True]
+
+
+def test_without_compiled_draws_the_plans_own_are_taken():
+    data = data_of()
+    usual, other = SoftmaxFast(data, np.float64), SoftmaxFast(data, np.float64)
+    other._drawn = False
+    params, work = somewhere(usual), work_of([2, 0, 3, 1], [2, 1, 3, 2], Local(0.1, 5))
+    assert all(map(np.array_equal, usual.train(params, work), other.train(params, work)))
+
+
+def test_nobody_trains_in_an_empty_cohort():
+    engine = SoftmaxFast(data_of())
+    assert engine.train(engine.start(), work_of(np.zeros(0, int), np.zeros(0, int), Local(0.1, 5))) == []
 
 
 def test_an_error_in_a_task_reaches_the_caller():

@@ -94,21 +94,25 @@ def test_warming_up_a_recorded_step_leaves_no_trace(monkeypatch):
     assert recorded.stacked.speed == "graph"
 
 
-def test_a_step_can_be_compiled(monkeypatch):
+@pytest.mark.parametrize("speed", ["compile", "search"])
+def test_a_step_can_be_compiled(speed, monkeypatch):
+    def traced(function, dynamic, options):  # without a compiler
+        assert options == {"max_autotune_gemm": speed == "search"}
+        return compile(function, dynamic=dynamic, backend="aot_eager")
+
+    compile = torch.compile
     monkeypatch.setattr(stage, "_graph", warmed_up)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # traced, without a compiler
-    plain, compiled = (
-        ModuleEngine(some_data(), perceptron, at_once=True, speed=s, **CPU) for s in ("plain", "compile")
-    )
+    monkeypatch.setattr(torch, "compile", traced)
+    plain, compiled = (ModuleEngine(some_data(), perceptron, at_once=True, speed=s, **CPU) for s in ("plain", speed))
     params = plain.start()
     assert (
         distance(compiled.train(params, some_work(LOCALS["all"])), plain.train(params, some_work(LOCALS["all"]))) < 1e-6
     )
-    assert compiled.stacked.speed == "compile"
+    assert compiled.stacked.speed == speed
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("speed", ["plain", "graph", "compile"])
+@pytest.mark.parametrize("speed", ["plain", "graph", "compile", "search"])
 @pytest.mark.parametrize("name", ["sgd", "all"])
 def test_a_gpu_trains_as_one_by_one_on_a_cpu(speed, name):
     make, data = partial(cnn, (1, 8, 8), 3), some_data(dimension=64)
@@ -220,13 +224,14 @@ def test_image_models_train_the_same_both_ways(name):
 
 
 @pytest.mark.parametrize("way", ["unfold", "slices"])
+@pytest.mark.parametrize("channels", [3, 20])  # a narrow kernel and a wide one
 @pytest.mark.parametrize(
     "options", [{}, {"stride": 2}, {"padding": 1}, {"dilation": 2, "bias": False}, {"stride": 3, "padding": 2}]
 )
-def test_convolutions_as_products_give_the_same_numbers(way, options):
+def test_convolutions_as_products_give_the_same_numbers(way, channels, options):
     random = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 3, 11, 9, generator=random, dtype=torch.float64)
-    layer = nn.Conv2d(3, 4, (3, 2), **options).double()
+    x = torch.randn(2, channels, 11, 9, generator=random, dtype=torch.float64)
+    layer = nn.Conv2d(channels, 4, (3, 2), **options).double()
     expected = layer(x)
     torch.testing.assert_close(converted(layer, way)(x), expected)
 

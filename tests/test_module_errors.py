@@ -28,7 +28,7 @@ OUT_OF_MEMORY = torch.cuda.OutOfMemoryError
         ({"module": nn.Flatten()}, "module Flatten has no parameter to train"),
         ({"loss": nn.functional.cross_entropy}, r"one number a sample \(reduction='none'\), shape \(2,\), got \(\)"),
         ({"device": "tpu"}, "device must be auto, cpu or cuda, got 'tpu'"),
-        ({"speed": "warp"}, "speed must be auto, plain, graph or compile, got 'warp'"),
+        ({"speed": "warp"}, "speed must be one of auto, plain, graph, compile, search, got 'warp'"),
         ({"precision": "half"}, "precision must be full, tf32 or bfloat16, got 'half'"),
         ({"convolutions": "fft"}, "convolutions must be one of library, unfold, slices, got 'fft'"),
         ({"chunk": 0}, "chunk must be at least 1, got 0"),

@@ -11,6 +11,7 @@ import fedcontext as fc
 from fedcontext.paper import document
 from fedcontext.paper.claims import judge
 from fedcontext.paper.experiments import SEEDS, STUDIES, runs_of, study_named
+from fedcontext.paper.figures import stages
 from fedcontext.paper.reproduce import carry_out, draw, missing_runs, open_book
 
 
@@ -51,6 +52,34 @@ def test_every_study_runs_once_and_draws_its_pictures(tmp_path, name):
     for path in pictures:
         assert path.read_bytes()[1:4] == b"PNG"
         assert path.with_suffix(".pdf").read_bytes()[:4] == b"%PDF"
+
+
+def test_records_of_another_engine_will_do_and_the_one_asked_for_is_preferred(tmp_path):
+    study = synthetic_study("weights")
+    runs = runs_of(study.lines, quick=True)
+    other = [dataclasses.replace(run, engine="reference") for run in runs]
+    assert all(run.engine == "fast" for run in runs)
+    carry_out(other, tmp_path, 1, lambda experiment, record: None)
+    assert missing_runs(study.lines, tmp_path, quick=True) == []
+    (records, *_) = next(iter(open_book(study.lines, tmp_path, quick=True).values()))
+    assert records == fc.read(tmp_path / f"{other[0].name}.jsonl")[1]
+    carry_out(runs, tmp_path, 1, lambda experiment, record: None)
+    (records, *_) = next(iter(open_book(study.lines, tmp_path, quick=True).values()))
+    assert records == fc.read(tmp_path / f"{runs[0].name}.jsonl")[1]
+    (tmp_path / f"{runs[0].name}.jsonl").unlink()
+    (tmp_path / f"{other[0].name}.jsonl").unlink()
+    assert missing_runs(study.lines, tmp_path, quick=True) == [runs[0]]
+
+
+@pytest.mark.parametrize("losses", [[6, 5, 4, 3, 2, 1], [3, 1, 1], [9, 2, 1, 1, 1, 1], [1, 2, 3, 4], [5, 5, 5]])
+def test_the_three_stages_of_a_run_are_three_rounds(losses):
+    run = [
+        fc.RoundRecord(n, loss, 0.5, [0], [1.0], None, None, None, None, None, 1.0, 1, 1)
+        for n, loss in enumerate(losses, 1)
+    ]
+    shown = [record.number for record in stages(run).values()]
+    assert shown == sorted(set(shown))
+    assert (shown[0], shown[-1]) == (1, len(run))
 
 
 def made_up_book(contextual_loss, other_loss):

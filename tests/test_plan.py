@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fedcontext as fc
 from fedcontext.errors import FedcontextError
 from fedcontext.fleet import PROFILES, answers, make_fleet
-from fedcontext.plan import batches, plan_round
+from fedcontext.plan import Stream, batches, generator, plan_round
 
 
 @given(st.integers(0, 1000), st.integers(1, 50), st.integers(1, 40))
@@ -21,6 +21,17 @@ def test_a_plan_is_pure_and_its_draws_are_in_range(seed, number, wanted):
     assert len(set(plan.devices.tolist())) == wanted
     assert set(plan.devices.tolist()) <= set(range(40))
     assert ((plan.epochs >= 2) & (plan.epochs <= 5)).all()
+
+
+@given(st.integers(0, 2**70), st.integers(0, 2**33), st.sampled_from(Stream), st.integers(0, 2**20))
+def test_draws_are_those_of_numpys_own_generator(seed, number, stream, device):
+    ours, numpys = generator(seed, number, stream, device), np.random.default_rng([seed, number, stream, device])
+    assert ours.bit_generator.state == numpys.bit_generator.state
+
+
+def test_a_negative_seed_is_refused():
+    with pytest.raises(FedcontextError, match="must be 0 or more, got -1"):
+        generator(-1, 0, Stream.DATA)
 
 
 @given(st.integers(0, 100), st.sampled_from([0, 3, 30]), st.sampled_from([0, 7, 20]))

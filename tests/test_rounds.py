@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -93,6 +94,18 @@ def test_the_contextual_version_of_anything_keeps_its_local_work():
         assert version.local == original.local
         assert version.name == f"{original.name}-contextual"
         assert version.rule.smoothness == 5
+
+
+@pytest.mark.parametrize("version", [fc.contextual_version, fc.expected_version])
+def test_a_version_by_name_is_that_of_the_algorithm_with_the_papers_learning_rate(version):
+    for name, make in ALGORITHMS.items():
+        made, named = version(make(Knobs(learning_rate=0.2, smoothness=5)), 5), version(name, 5)
+        assert (named.name, named.local, named.rule.name) == (made.name, made.local, made.rule.name)
+    for wrong in ("fedsgd", None, fedavg):
+        with pytest.raises(fc.FedcontextError, match="algorithm must be one of"):
+            version(wrong, 5)
+    with pytest.raises(fc.FedcontextError, match="smoothness must be positive"):
+        version("fedavg", 0)
 
 
 def test_a_missed_deadline_is_recorded_and_an_empty_round_keeps_the_model(small_data):
@@ -227,6 +240,31 @@ def test_an_interrupted_repetition_leaves_the_complete_record(tmp_path):
     assert [record.loss for record in fc.read(tmp_path / f"{experiment.name}.jsonl")[1]] == complete
     assert [record.loss for record in run(experiment, tmp_path)] == complete
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".jsonl", ".toml"]
+
+
+def test_a_run_that_fails_leaves_the_rounds_that_were_done_and_no_file_without_any(tmp_path, monkeypatch):
+    experiment = fc.Experiment(algorithm="fedavg", engine="reference", **SMALL)
+    path, real = tmp_path / f"{experiment.name}.jsonl", fc.Simulation.step
+    for done in (0, 2):
+
+        def step(simulation, state, last=done):
+            if state.number == last:
+                raise FedcontextError("out of luck")
+            return real(simulation, state)
+
+        monkeypatch.setattr(fc.Simulation, "step", step)
+        with pytest.raises(FedcontextError, match="out of luck"):
+            run(experiment, tmp_path)
+        assert path.exists() == (done > 0)
+    assert [record.number for record in fc.read(path)[1]] == [1, 2]
+
+
+@pytest.mark.parametrize("engine", ["reference", "fast"])
+@pytest.mark.parametrize("rate", [1e38, 1e300])
+def test_a_run_that_diverges_ends_with_one_error_and_no_warnings(algorithm, engine, rate):
+    settings = {**SMALL, "learning_rate": rate, "smoothness": "1/lr"}
+    with warnings.catch_warnings(action="error"), pytest.raises(FedcontextError, match=r"NaN or infinite|too l"):
+        list(fc.rounds(algorithm=algorithm, engine=engine, **settings))
 
 
 def test_a_truncated_last_line_is_passed_over_and_other_files_are_refused(small_data, tmp_path):

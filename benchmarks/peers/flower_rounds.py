@@ -4,6 +4,7 @@ A message names the device it stands for, so ten virtual nodes do for a thousand
 would otherwise have a thousand nodes to register and look through.
 """
 
+import os
 import sys
 import time
 
@@ -16,6 +17,7 @@ from flwr.simulation import run_simulation
 from harness import BORN, CLASSES, arguments, write
 
 COHORT = 10
+RESOURCES = {"init_args": {"num_cpus": len(os.sched_getaffinity(0))}, "client_resources": {"num_cpus": 1.0}}
 server = ServerApp()
 
 
@@ -49,8 +51,7 @@ def main(grid, context):
     words = {"folder": sys.argv[1], "row": sys.argv[2], "rounds": work.rounds}
     strategy = Planned(words, work.rounds)
     start = ArrayRecord([np.zeros((CLASSES, work.features.shape[1]), np.float32), np.zeros(CLASSES, np.float32)])
-    warm = min(3, work.rounds)
-    strategy.start(grid=grid, initial_arrays=start, num_rounds=warm)
+    strategy.start(grid=grid, initial_arrays=start, num_rounds=work.rounds)  # to warm up, as all peers do
     started, strategy.begins, strategy.ends = strategy.ends[0] - BORN, [], []
     result = strategy.start(grid=grid, initial_arrays=start, num_rounds=work.rounds)
     seconds = [end - begin for begin, end in zip(strategy.begins, strategy.ends, strict=True)]
@@ -59,5 +60,4 @@ def main(grid, context):
 
 
 if __name__ == "__main__":
-    resources = {"init_args": {"num_cpus": 2}, "client_resources": {"num_cpus": 1.0}}
-    run_simulation(server, client, num_supernodes=COHORT, backend_config=resources)
+    run_simulation(server, client, num_supernodes=COHORT, backend_config=RESOURCES)

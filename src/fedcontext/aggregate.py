@@ -160,10 +160,13 @@ def _largest(name: str, leaf: Array, scratch: int) -> float:
 
 
 def _moved(name: str, leaf: Array, report: Report, weights: FloatArray, scratch: int) -> Array:
-    result = _combined(name, leaf, report, weights, scratch)
-    if kind_of(leaf) == "floating" and not all_finite(result, scratch):
-        raise FedcontextError(f"the new {leaf_name(name)} overflows {leaf.dtype}: the step is too long")
-    return result
+    try:
+        result = _combined(name, leaf, report, weights, scratch)
+        if kind_of(leaf) != "floating" or all_finite(result, scratch):
+            return result
+    except OverflowError:  # of integers
+        pass
+    raise FedcontextError(f"the new {leaf_name(name)} overflows {leaf.dtype}: the step is too long")
 
 
 def _combined(

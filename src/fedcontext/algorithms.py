@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from fedcontext import rules
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import FedcontextError, positive
 from fedcontext.local import Local, proximal, sgd
 from fedcontext.rules import Rule
 
@@ -49,22 +49,28 @@ def folb(knobs: Knobs) -> Algorithm:
     return replace(fedprox(knobs), name="folb", rule=rules.folb(knobs.smoothness))
 
 
-def contextual_version(algorithm: Algorithm, smoothness: float) -> Algorithm:
+def contextual_version(algorithm: Algorithm | str, smoothness: float) -> Algorithm:
     """Return ``algorithm`` with the paper's aggregation in place of its own (Algorithm 2).
+
+    A name stands for that algorithm of the table with the learning rate that goes with the paper's β: 1 / smoothness.
 
     >>> contextual_version(fedavg(Knobs(learning_rate=0.1, smoothness=10)), smoothness=10).name
     'fedavg-contextual'
+    >>> contextual_version("fedavg", smoothness=10).local.learning_rate
+    0.1
     """
-    return replace(algorithm, name=f"{algorithm.name}-contextual", rule=rules.contextual(smoothness))
+    made = _made(algorithm, smoothness)
+    return replace(made, name=f"{made.name}-contextual", rule=rules.contextual(smoothness))
 
 
-def expected_version(algorithm: Algorithm, smoothness: float) -> Algorithm:
-    """Return ``algorithm`` with the aggregation of section III-C, the exact form of its equation.
+def expected_version(algorithm: Algorithm | str, smoothness: float) -> Algorithm:
+    """Return ``algorithm``, made or by name, with the aggregation of section III-C, the exact form of its equation.
 
     >>> expected_version(fedavg(Knobs(learning_rate=0.1, smoothness=10)), smoothness=10).name
     'fedavg-expected'
     """
-    return replace(algorithm, name=f"{algorithm.name}-expected", rule=rules.expected_contextual(smoothness))
+    made = _made(algorithm, smoothness)
+    return replace(made, name=f"{made.name}-expected", rule=rules.expected_contextual(smoothness))
 
 
 ALGORITHMS: dict[str, Callable[[Knobs], Algorithm]] = {
@@ -87,6 +93,14 @@ def algorithm_named(name: str, knobs: Knobs) -> Algorithm:
     if name not in ALGORITHMS:
         raise FedcontextError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {name!r}")
     return ALGORITHMS[name](knobs)
+
+
+def _made(algorithm: Algorithm | str, smoothness: float) -> Algorithm:
+    if isinstance(algorithm, Algorithm):
+        return algorithm
+    return algorithm_named(
+        algorithm, Knobs(learning_rate=1 / positive("smoothness", smoothness), smoothness=smoothness)
+    )
 
 
 def _averaging(knobs: Knobs) -> Rule:

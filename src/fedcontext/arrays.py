@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from importlib.util import find_spec
 from typing import Any, Protocol, TypeAlias
 
@@ -80,7 +80,7 @@ class Framework(Protocol):
 
     name: str
 
-    def place(self, array: Array) -> str:
+    def place(self, array: Array) -> object:
         """Return where the array lives: arrays of one model must live together."""
         ...
 
@@ -96,7 +96,10 @@ class Framework(Protocol):
     def combine(
         self, base: Array, rows: Sequence[Array], weights: FloatArray, scratch: int, out: Array | None = None
     ) -> Array:
-        """Return ``base + Σ weights · rows`` in the type and place of ``base``, in ``out`` if given; integers rounded."""
+        """Return ``base + Σ weights · rows`` in the type and place of ``base``, in ``out`` if given; integers rounded.
+
+        Whole numbers that the type cannot hold are an OverflowError: they would come out as others.
+        """
         ...
 
     def vectors(self, arrays: Sequence[Array]) -> FloatArray:
@@ -115,7 +118,7 @@ class Framework(Protocol):
 class _NumPy:
     name = "NumPy"
 
-    def place(self, array: Array) -> str:
+    def place(self, array: Array) -> object:
         return "cpu"
 
     def products(
@@ -141,7 +144,7 @@ class _NumPy:
             block = self._load([base, *rows], start, stop)
             total = block[0] + weights @ block[1:]
             with np.errstate(over="ignore"):  # the door refuses a result that overflows
-                flat[start:stop] = total if kind_of(base) == "floating" else np.rint(total)
+                flat[start:stop] = total if kind_of(base) == "floating" else _held(np.rint(total), base)
         return result
 
     def vectors(self, arrays: Sequence[Array]) -> FloatArray:
@@ -172,8 +175,8 @@ class _JAX(_NumPy):
 
     name = "JAX"
 
-    def place(self, array: Array) -> str:
-        return str(array.sharding)
+    def place(self, array: Array) -> object:
+        return array.sharding
 
     def products(
         self, rows: Sequence[Array], columns: Sequence[Array], scratch: int, quick: bool = False
@@ -204,8 +207,8 @@ class _Torch:
 
     name = "PyTorch"
 
-    def place(self, array: Array) -> str:
-        return str(array.device)
+    def place(self, array: Array) -> object:
+        return array.device
 
     def products(
         self, rows: Sequence[Array], columns: Sequence[Array], scratch: int, quick: bool = False
@@ -216,9 +219,12 @@ class _Torch:
         import torch
 
         total = torch.zeros(len(rows), len(everyone), dtype=torch.float64, device=rows[0].device)
+        ours, theirs = _Rows(rows), _Rows(columns)
         for start, stop in blocks(rows[0].numel(), len(everyone), self._room(rows[0], scratch)):
-            block = self._load(everyone, start, stop)
-            total += block[: len(rows)] @ block.T
+            block = ours.block(start, stop)
+            total[:, : len(rows)] += block @ block.T
+            if columns:
+                total[:, len(rows) :] += block @ theirs.block(start, stop).T
         return np.asarray(total.cpu().numpy()), True
 
     def combine(
@@ -231,14 +237,14 @@ class _Torch:
             _FRAMEWORKS["numpy"].combine(views[0], views[2:], weights, scratch, views[1])
             return result
         flat, factors = result.detach().view(-1), torch.from_numpy(weights).to(base.device)
+        first, others = _Rows([base]), _Rows(rows)
         for start, stop in blocks(base.numel(), len(rows) + 1, self._room(base, scratch)):
-            block = self._load([base, *rows], start, stop)
-            total = block[0] + factors @ block[1:]
-            flat[start:stop] = total if kind_of(base) == "floating" else total.round()
+            total = first.block(start, stop)[0] + factors @ others.block(start, stop)
+            flat[start:stop] = total if kind_of(base) == "floating" else _held(total.round(), base)
         return result
 
     def vectors(self, arrays: Sequence[Array]) -> FloatArray:
-        return np.asarray(self._load(arrays, 0, arrays[0].numel()).cpu().numpy())
+        return np.asarray(_Rows(arrays).block(0, arrays[0].numel()).cpu().numpy())
 
     def largest(self, array: Array, scratch: int) -> float:
         import torch
@@ -251,10 +257,32 @@ class _Torch:
     def _room(self, array: Array, scratch: int) -> int:
         return scratch if array.device.type == "cpu" else scratch * GPU_ROOM
 
-    def _load(self, arrays: Sequence[Array], start: int, stop: int) -> Any:
+
+class _Rows:
+    """Tensors as the rows of a matrix, in blocks of float64; each of them is touched only where it must be cut."""
+
+    def __init__(self, tensors: Sequence[Array]) -> None:
+        self.tensors = tensors
+
+    @cached_property
+    def flat(self) -> list[Array]:
+        return [tensor.detach().reshape(-1) for tensor in self.tensors]
+
+    def block(self, start: int, stop: int) -> Any:
         import torch
 
-        return torch.stack([array.detach().reshape(-1)[start:stop] for array in arrays]).double()
+        if stop - start == self.tensors[0].numel():
+            with torch.no_grad():
+                return torch.stack(list(self.tensors)).reshape(len(self.tensors), -1).double()
+        return torch.stack([row[start:stop] for row in self.flat]).double()
+
+
+def _held(whole: Array, base: Array) -> Array:
+    """Return float64 whole numbers if the integer type of ``base`` can hold them."""
+    limits = np.iinfo(str(base.dtype).removeprefix("torch."))
+    if whole.min() < limits.min or whole.max() >= float(limits.max) + 1:  # 2^63 - 1 itself is no float64
+        raise OverflowError
+    return whole
 
 
 def _views(tensors: Sequence[Array]) -> list[Array] | None:
@@ -280,6 +308,11 @@ def _compiled(arrays: Sequence[Array]) -> Any:
 _FRAMEWORKS: dict[str, Framework] = {"numpy": _NumPy(), "torch": _Torch(), "jax": _JAX(), "jaxlib": _JAX()}
 
 
+@cache
+def _of_module(name: str) -> Framework | None:
+    return _FRAMEWORKS.get(name.split(".")[0])
+
+
 def framework(array: Array, name: str = "") -> Framework:
     """Return the arithmetic for this array's library.
 
@@ -290,7 +323,7 @@ def framework(array: Array, name: str = "") -> Framework:
     ...
     fedcontext.errors.FedcontextError: leaf 'bias' must be a NumPy, PyTorch or JAX array, got float
     """
-    found = _FRAMEWORKS.get(type(array).__module__.split(".")[0]) if hasattr(array, "shape") else None
+    found = _of_module(type(array).__module__) if hasattr(array, "shape") else None
     if found is None and isinstance(array, np.ndarray):
         found = _FRAMEWORKS["numpy"]  # subclasses, such as a memory-mapped file's
     if found is None:

@@ -51,6 +51,7 @@ class Simulation:
         params = self.engine.start()
         return State(0, params, self.algorithm.rule.init(), self.engine.evaluate(params)[0])
 
+    @np.errstate(over="ignore", invalid="ignore")  # of a run that diverges: the door refuses what is not finite
     def step(self, state: State) -> tuple[State, RoundRecord]:
         """Return the state after one more round, and the record of it."""
         plan = self.plan(state.number + 1)

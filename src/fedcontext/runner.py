@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
@@ -30,7 +31,8 @@ def run(
 ) -> list[RoundRecord]:
     """Run an experiment and return its records, written to ``out`` round by round beside the TOML that repeats it.
 
-    Nothing is written before the settings and the data have been checked; an interrupt leaves complete lines.
+    Nothing is written before the settings and the data have been checked; an interrupt or an error leaves the rounds
+    that were done, in complete lines, and no record where there were none.
     ``resume`` keeps a checkpoint of every round too, and goes on from the one that is there: a run killed at any
     moment and started again ends with the same params and records, to the bit.
     """
@@ -44,7 +46,7 @@ def run(
     done = keep(path, state.number) if state else []
     for record in done:
         on_round(experiment, record)
-    with _longer_kept(path, new=state is None), path.open("a" if state else "w", encoding="utf-8") as file:
+    with _best_kept(path, new=state is None), path.open("a" if state else "w", encoding="utf-8") as file:
         for record in write(experiment, _played(simulation, state, saved if resume else None), file):
             done.append(record)
             on_round(experiment, record)
@@ -52,8 +54,8 @@ def run(
 
 
 @contextmanager
-def _longer_kept(path: Path, new: bool) -> Iterator[None]:
-    """Put an earlier record of the same settings back if what is written in its place ends before it did."""
+def _best_kept(path: Path, new: bool) -> Iterator[None]:
+    """Put an earlier record of the same settings back if what replaces it ends before it did; keep none without rounds."""
     aside = path.with_name(f"{path.name}.before")
     if new and path.exists():
         path.replace(aside)
@@ -63,6 +65,8 @@ def _longer_kept(path: Path, new: bool) -> Iterator[None]:
         if aside.exists() and aside.stat().st_size > path.stat().st_size:
             aside.replace(path)
         aside.unlink(missing_ok=True)
+        if path.exists() and path.read_bytes().count(b"\n") < 2:  # a manifest alone
+            path.unlink()
 
 
 def _played(simulation: Simulation, state: State | None, saved: Path | None) -> Iterator[RoundRecord]:
@@ -90,14 +94,16 @@ def run_all(
     context = multiprocessing.get_context("spawn")
     words, stop = context.Queue(), context.Event()
     with _one_thread_each(), ProcessPoolExecutor(jobs, context, _listen, (words, stop)) as pool:
-        futures = [pool.submit(_run_and_tell, experiment, out) for experiment in experiments]
         try:
+            with _interrupts(held=True):  # a worker that loads knows no way to end but a traceback
+                futures = [pool.submit(_run_and_tell, experiment, out) for experiment in experiments]
             for experiment, record in _heard(futures, words):
                 on_round(experiment, record)
             return [future.result() for future in futures]
         except BaseException:
             stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+            with _interrupts(held=True):  # what is freed behind this the workers need
+                pool.shutdown(cancel_futures=True)
             raise
 
 
@@ -132,6 +138,20 @@ def _listen(words: Any, stop: Any) -> None:
     _words, _stop = words, stop
 
 
+@contextmanager
+def _interrupts(held: bool) -> Iterator[None]:
+    """Hold interrupts back, here and in processes started meanwhile, or let them in again; where the system can."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK if held else signal.SIG_UNBLOCK, {signal.SIGINT})
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _run_and_tell(experiment: Experiment, out: Path) -> list[RoundRecord]:
     def tell(experiment: Experiment, record: RoundRecord) -> None:
         _words.put((experiment, record))
@@ -140,7 +160,8 @@ def _run_and_tell(experiment: Experiment, out: Path) -> list[RoundRecord]:
 
     if _stop.is_set():
         raise CalledOff
-    return run(experiment, out, tell)
+    with _interrupts(held=False):
+        return run(experiment, out, tell)
 
 
 class CalledOff(Exception):

@@ -25,6 +25,8 @@ class Summary:
     seconds: float  # simulated, in total
     bytes_up: int
     bytes_down: int
+    rounds: int
+    lost: int  # of these rounds, the ones with too few answers in time: the model was kept
 
 
 def summarise(records: Sequence[RoundRecord], levels: Iterable[float] = LEVELS) -> Summary:
@@ -51,6 +53,8 @@ def summarise(records: Sequence[RoundRecord], levels: Iterable[float] = LEVELS) 
         seconds=sum(record.seconds for record in records),
         bytes_up=sum(record.bytes_up for record in records),
         bytes_down=sum(record.bytes_down for record in records),
+        rounds=len(records),
+        lost=sum(record.lost for record in records),
     )
 
 

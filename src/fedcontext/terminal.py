@@ -80,6 +80,20 @@ def comparison(title: str, summaries: Summaries) -> Table:
     return table
 
 
+def lost_rounds(summaries: Summaries) -> str:
+    """Return what to say of rounds in which too few devices answered; nothing where there are none.
+
+    >>> from fedcontext.summary import summarise
+    >>> lost_rounds({"fedavg": [summarise([])]})
+    ''
+    """
+    counts = {
+        label: (sum(run.lost for run in runs), sum(run.rounds for run in runs)) for label, runs in summaries.items()
+    }
+    told = [f"{label} {lost} of {rounds}" for label, (lost, rounds) in counts.items() if lost]
+    return f"rounds lost (too few devices answered in time, the model was kept): {', '.join(told)}" if told else ""
+
+
 def spread(values: Sequence[float]) -> str:
     """Return mean ± standard deviation; a single value stands alone.
 

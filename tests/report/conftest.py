@@ -71,18 +71,25 @@ def chromium():
 
 @pytest.fixture
 def open_page(chromium):
-    """Open a file at a width and in a colour scheme; anything on the console or from the network fails the test."""
+    """Open a file at a width and in a colour scheme; anything on the console or from the network fails the test.
+
+    `script` runs before the page's own; a message with `expected` in it may be on the console.
+    """
     contexts, complaints = [], []
 
     def watch(request) -> None:
         if not request.url.startswith(("file:", "data:", "blob:")):
             complaints.append(f"asked the network for {request.url}")
 
-    def opened(path: Path, width: int = 1400, scheme: str = "light", **options: object):
+    def opened(
+        path: Path, width: int = 1400, scheme: str = "light", script: str = "", expected: str | None = None, **options
+    ):
         context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, **options)
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda message: complaints.append(message.text))
+        page.add_init_script(script)
+        wrong = lambda message: expected is None or expected not in message.text  # noqa: E731
+        page.on("console", lambda message: complaints.append(message.text) if wrong(message) else None)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("dialog", lambda dialog: (complaints.append(f"dialog {dialog.message}"), dialog.dismiss()))
         page.on("request", watch)

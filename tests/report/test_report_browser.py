@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from fedcontext.paper.experiments import runs_of, study_named
+from fedcontext.cli import app
+from fedcontext.paper.experiments import DATASETS
 from fedcontext.report import write
-from fedcontext.runner import run_all
 
 from .conftest import ALGORITHMS
 
@@ -42,18 +44,61 @@ def test_every_chart_is_drawn_and_nothing_scrolls_sideways(open_page, report: Pa
     page.screenshot(path=SCREENSHOTS / f"report-{width}-{scheme}.png", full_page=True)
 
 
-@pytest.mark.slow
-def test_the_papers_rounds_study_is_drawn_whole(open_page, tmp_path: Path) -> None:
-    quick = runs_of(study_named("rounds").quick_lines(), quick=True)
-    run_all([run for run in quick if run.dataset == "synthetic-iid"], tmp_path / "runs", jobs=1)
-    write([tmp_path / "runs"], tmp_path / "page.html")
-    page = open_page(tmp_path / "page.html")
-    assert {chart: page.evaluate(DRAWN, chart) for chart in CHARTS if not page.evaluate(DRAWN, chart)} == {}
-    labels = page.locator("#legend").inner_text()
-    assert "fedavg-contextual (k2=0)" in labels
-    assert "fedavg-contextual (k2=N)" in labels
+@pytest.fixture(scope="module")
+def paper_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of what `fedcontext reproduce rounds --quick` writes."""
+    folder = tmp_path_factory.mktemp("paper")
+    commands = ["reproduce rounds --quick --out runs --jobs 1 --quiet", "report runs -o report.html"]
+    with contextlib.chdir(folder):
+        for command in commands:
+            done = CliRunner().invoke(app, command.split())
+            assert done.exit_code == 0, done.output
+    return folder / "report.html"
+
+
+def of_the_paper(test):
+    """Mark a test that needs the report of the paper's rounds: it is made once, in one process."""
+    for mark in (pytest.mark.slow, pytest.mark.data("mnist", "femnist"), pytest.mark.xdist_group("paper report")):
+        test = mark(test)
+    return test
+
+
+@of_the_paper
+@pytest.mark.parametrize(("width", "scheme", "other"), [(1400, "light", "dark"), (390, "dark", "light")])
+def test_the_papers_rounds_are_drawn_on_every_data_set(
+    open_page, paper_report: Path, width: int, scheme: str, other: str
+) -> None:
+    page = open_page(paper_report, width, scheme)
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=SCREENSHOTS / "rounds.png", full_page=True)
+    for dataset in reversed(DATASETS.values()):
+        page.get_by_label("Data set").select_option(dataset)
+        settled(page)
+        assert f"on {dataset}:" in page.locator("#headline").inner_text()
+        assert {chart: page.evaluate(DRAWN, chart) for chart in CHARTS if not page.evaluate(DRAWN, chart)} == {}
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.screenshot(path=SCREENSHOTS / f"rounds-{dataset}-{width}-{scheme}.png", full_page=True)
+    page.get_by_role("button", name="Switch between light and dark").click()
+    settled(page)
+    assert page.evaluate("document.documentElement.dataset.theme") == other
+    page.screenshot(path=SCREENSHOTS / f"rounds-mnist-{width}-{other}.png", full_page=True)
+
+
+@of_the_paper
+def test_the_papers_page_can_be_worked_with(open_page, paper_report: Path) -> None:
+    page = open_page(paper_report)
+    labels = page.locator("#legend button").all_inner_texts()
+    assert {"fedavg", "fedavg-contextual (k2=0)", "fedavg-contextual (k2=N)"} <= set(labels)
+    page.get_by_label("bytes", exact=True).check(force=True)
+    page.get_by_role("button", name="folb").click()
+    settled(page)
+    assert page.evaluate("document.querySelector('#loss .xtitle').textContent").startswith("bytes")
+    assert page.evaluate("document.getElementById('reach').data.length") == len(labels) - 1
+    page.get_by_role("button", name="final accuracy").click()
+    accuracies = [float(text.split()[0]) for text in page.locator("#results tbody td:nth-child(3)").all_inner_texts()]
+    assert accuracies == sorted(accuracies)
+    page.get_by_label("Baseline").select_option("fedavg-contextual (k2=N)")
+    assert page.locator("tr.baseline th").inner_text() == "fedavg-contextual (k2=N)"
+    assert set(page.locator("tr.baseline small").all_inner_texts()) == {"1.00×"}
 
 
 @pytest.mark.slow
@@ -81,6 +126,47 @@ def test_fifty_runs_of_a_thousand_rounds_can_be_drawn_and_panned(
     page.wait_for_function(f"low => ({where})()[0] > low", arg=low, timeout=30_000)
     panned = page.evaluate(where)
     assert panned[1] - panned[0] == pytest.approx(high - low)
+
+
+def test_words_and_tables_are_painted_before_plotly_starts(open_page, report: Path) -> None:
+    script = """let frames = 0;
+    const count = () => { frames += Boolean(document.querySelector('#results tbody tr')); requestAnimationFrame(count); };
+    requestAnimationFrame(count);
+    Object.defineProperty(window, 'Plotly', {configurable: true, set(value) {
+      window.before = frames;
+      Object.defineProperty(window, 'Plotly', {value, writable: true});
+    }});"""
+    page = open_page(report, script=script)
+    assert page.evaluate("window.before") > 0
+    inline = "[...document.scripts].filter(each => !each.type).map(each => each.textContent.length)"
+    assert max(page.evaluate(inline)) < 50_000  # Plotly is not among the scripts that the page itself stops for
+
+
+def test_plotly_sets_up_only_what_is_drawn(open_page, report: Path) -> None:
+    page = open_page(report)
+    assert sorted(page.evaluate("Object.keys(Plotly.PlotSchema.get().traces)")) == ["bar", "heatmap", "scatter"]
+
+
+def test_no_task_draws_twice(open_page, report: Path) -> None:
+    script = """window.draws = []; let task = 0;
+    Object.defineProperty(window, 'Plotly', {configurable: true, set(value) {
+      Object.defineProperty(window, 'Plotly', {value: {...value, react(box, ...rest) {
+        window.draws.push([box.id, task]);
+        setTimeout(() => { task += 1; });
+        return value.react(box, ...rest);
+      }}});
+    }});"""
+    draws = open_page(report, script=script).evaluate("window.draws")
+    assert {box for box, _ in draws} == set(CHARTS)
+    tasks = [task for _, task in draws]
+    assert len(tasks) == len(set(tasks))
+
+
+def test_a_viewer_that_allows_no_blobs_gets_the_charts(open_page, report: Path, tmp_path: Path) -> None:
+    text = report.read_text(encoding="utf-8")
+    (tmp_path / "page.html").write_text(text.replace("file: blob:;", "file:;"), encoding="utf-8")
+    page = open_page(tmp_path / "page.html", expected="Content Security Policy")
+    assert {chart: page.evaluate(DRAWN, chart) for chart in CHARTS if not page.evaluate(DRAWN, chart)} == {}
 
 
 def test_the_axis_switch_changes_charts_and_table(open_page, report: Path) -> None:
@@ -186,6 +272,24 @@ def test_the_page_prints(open_page, report: Path) -> None:
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     text = page.pdf(path=SCREENSHOTS / "report.pdf", format="A4", print_background=True)
     assert text.startswith(b"%PDF")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_page_that_is_printed_at_once_has_every_chart(open_page, report: Path, scheme: str) -> None:
+    script = """addEventListener('DOMContentLoaded', () => {
+      dispatchEvent(new Event('beforeprint'));
+      const widths = [...document.querySelectorAll('.chart .main-svg:first-child')].map(svg => svg.clientWidth);
+      window.printed = {theme: document.documentElement.dataset.theme, widths, lines: (LINES)()};
+      dispatchEvent(new Event('afterprint'));
+    });""".replace("LINES", LINES)
+    page = open_page(report, scheme=scheme, script=script)
+    printed = page.evaluate("window.printed")
+    assert printed["theme"] == "light"
+    assert len(printed["widths"]) == len(CHARTS)
+    assert max(printed["widths"]) <= 680
+    assert printed["lines"] == page.evaluate(LINES)
+    assert page.evaluate("document.documentElement.dataset.theme") == scheme
+    assert {chart: page.evaluate(DRAWN, chart) for chart in CHARTS if not page.evaluate(DRAWN, chart)} == {}
 
 
 @pytest.mark.parametrize("unit", ["rounds", "simulated seconds"])

@@ -64,6 +64,13 @@ def test_the_last_page_is_the_one_that_the_records_give(played, tmp_path: Path, 
     assert (tmp_path / "out.live.js").read_text(encoding="utf-8").startswith("fedcontextNews(")
 
 
+def test_a_page_opened_at_once_does_not_hear_of_earlier_runs(open_page, played, tmp_path: Path) -> None:
+    (tmp_path / "out.live.js").write_text('fedcontextNews(1, {"scenes": "of earlier runs"});', encoding="utf-8")
+    with watch([experiment for experiment, _ in played], tmp_path / "out.html"):
+        page = open_page(tmp_path / "out.html")
+        assert "0 of 12 rounds done" in page.locator("#status").inner_text()
+
+
 def test_an_interrupted_run_leaves_a_page_of_what_was_done(played, tmp_path: Path) -> None:
     experiment, records = played[0]
 

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import io
+import json
 import queue
+import struct
 import sys
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -94,6 +97,44 @@ def test_wandb_gets_every_round_offline(played: list, tmp_path: Path, monkeypatc
         assert mine[0] == ("init", experiment.name, "offline", "create_new")
         assert mine[1:-1] == [("log", experiment.name, record.number, values_of(record)) for record in records]
         assert mine[-1] == ("finish", experiment.name, 0)
+
+
+def test_wandb_writes_files_that_hold_every_round(played: list, tmp_path: Path, monkeypatch) -> None:
+    """The library itself, where it is installed: its offline files are read back."""
+    entry_of = pytest.importorskip("wandb.proto.wandb_internal_pb2").Record.FromString
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    send("wandb", played, tmp_path)
+    found = {}
+    for path in (tmp_path / "wandb").glob("offline-run-*/*.wandb"):
+        entries = [entry_of(text) for text in _logged(path.read_bytes())]
+        found[next(entry.run.display_name for entry in entries if entry.HasField("run"))] = entries
+    assert set(found) == {experiment.name for experiment, _ in played}
+    for experiment, records in played:
+        rows = [_row(entry) for entry in found[experiment.name] if entry.HasField("history")]
+        values = [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
+        assert [row["_step"] for row in rows] == [record.number for record in records]
+        assert values == [values_of(record) for record in records]
+        assert [entry.exit.exit_code for entry in found[experiment.name] if entry.HasField("exit")] == [0]
+
+
+def _logged(data: bytes) -> Iterator[bytes]:
+    """Yield the entries of a log in LevelDB's format: blocks of 32 KiB, in which entries may be cut into parts."""
+    at, entry = len(":W&B") + 3, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:  # too little for a part: the block ends with zeros
+            at += left
+            continue
+        size, kind = struct.unpack_from("<HB", data, at + 4)
+        entry += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield entry
+            entry = b""
+
+
+def _row(entry) -> dict[str, float]:
+    return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in entry.history.item}
 
 
 class Stub:

@@ -65,7 +65,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on standard er
 AsJson = Annotated[bool, typer.Option("--json", help="The result as JSON on standard output.")]
 ReportPage = Annotated[Path | None, typer.Option("--report", help="HTML page that follows the rounds as they finish.")]
 Track = Annotated[str, typer.Option(help="Send the numbers to tensorboard, mlflow or wandb too.")]
-Jobs = Annotated[int, typer.Option(help="Processes; 0 takes one for each core.")]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Processes. [default: one for each core]")]
 
 
 def settings_of(given: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def reproduce(
     ] = False,
     out_dir: Annotated[Path, typer.Option("--out", help="Directory for records and figures.")] = Path("runs/paper"),
     docs: Annotated[Path, typer.Option(help="Where claims writes reproduction.md and its figures.")] = Path("docs"),
-    jobs: Jobs = 0,
+    jobs: Jobs = None,
     quiet: Quiet = False,
 ) -> None:
     """Repeat the paper's experiments: records, figures (PNG and PDF), and with `claims` what became of its claims."""

@@ -52,7 +52,7 @@ from fedcontext.experiment import Experiment
 from fedcontext.runner import run as run_one
 from fedcontext.runner import run_all
 from fedcontext.summary import Summary, summarise
-from fedcontext.terminal import comparison, out
+from fedcontext.terminal import Summaries, comparison, lost_rounds, out
 from fedcontext.watching import watching
 
 PAPERS = "fedavg,fedprox,folb,fedavg-contextual,fedprox-contextual"
@@ -104,12 +104,11 @@ def run(
     experiment = Experiment(**settings)
     with interruptible(out_dir), watching([experiment], out_dir, quiet=quiet, report=report, track=track) as on_round:
         records = run_one(experiment, out_dir, on_round, resume=resume)
-    path = out_dir / f"{experiment.name}.jsonl"
+    summary = summarise(records)
     if as_json:
-        typer.echo(json.dumps({"records": str(path), **_plain(summarise(records))}))
+        typer.echo(json.dumps(_plain(experiment, summary, out_dir)))
     else:
-        out.print(comparison(experiment.dataset, {experiment.algorithm: [summarise(records)]}))
-        out.print(f"records: {path}", soft_wrap=True, highlight=False)
+        _show(experiment.dataset, {experiment.algorithm: [summary]}, f"records: {_records(experiment, out_dir)}")
 
 
 def compare(
@@ -143,7 +142,7 @@ def compare(
     figure: Annotated[
         Path | None, typer.Option(help="Draw loss and accuracy into this file (.png, .pdf, .svg).")
     ] = None,
-    jobs: Jobs = 0,
+    jobs: Jobs = None,
     report: ReportPage = None,
     track: Track = "",
     quiet: Quiet = False,
@@ -164,8 +163,10 @@ def compare(
     with interruptible(out_dir), watching(chosen, out_dir, quiet=quiet, report=report, track=track) as on_round:
         results = run_all(chosen, out_dir, jobs or os.cpu_count() or 1, on_round)
     by_name: dict[str, list[Summary]] = defaultdict(list)
+    plain: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for experiment, records in zip(chosen, results, strict=True):
         by_name[experiment.algorithm].append(summarise(records))
+        plain[experiment.algorithm].append(_plain(experiment, by_name[experiment.algorithm][-1], out_dir))
     if figure is not None:
         figures.draw_curves(
             figure,
@@ -173,11 +174,22 @@ def compare(
             {name: [r for e, r in zip(chosen, results, strict=True) if e.algorithm == name] for name in names},
         )
     if as_json:
-        typer.echo(json.dumps({name: [_plain(run) for run in runs] for name, runs in by_name.items()}))
+        typer.echo(json.dumps(plain))
     else:
-        out.print(comparison(chosen[0].dataset, by_name))
-        out.print(f"records: {out_dir}" + (f", picture: {figure}" if figure else ""), soft_wrap=True, highlight=False)
+        _show(chosen[0].dataset, by_name, f"records: {out_dir}" + (f", picture: {figure}" if figure else ""))
 
 
-def _plain(summary: Summary) -> dict[str, Any]:
-    return {key: None if value != value else value for key, value in dataclasses.asdict(summary).items()}
+def _show(dataset: str, summaries: Summaries, where: str) -> None:
+    out.print(comparison(dataset, summaries))
+    for line in filter(None, (lost_rounds(summaries), where)):
+        out.print(line, soft_wrap=True, highlight=False)
+
+
+def _records(experiment: Experiment, out_dir: Path) -> str:
+    return str(out_dir / f"{experiment.name}.jsonl")
+
+
+def _plain(experiment: Experiment, summary: Summary, out_dir: Path) -> dict[str, Any]:
+    """Return a run for other programs: its seed, where its records are, and its summary with NaN as null."""
+    values = {key: None if value != value else value for key, value in dataclasses.asdict(summary).items()}
+    return {"seed": experiment.seed, "records": _records(experiment, out_dir), **values}

@@ -13,33 +13,39 @@ from torch import Tensor, nn  # noqa: E402
 Convolutions: TypeAlias = Literal["library", "unfold", "slices"]
 
 
+WIDE = 64  # numbers that an output is made of, from which one product a device is faster than one a sample
+
+
 class _Product(nn.Conv2d):
-    """A Conv2d that gathers each output's inputs into a column and multiplies by the kernel matrix."""
+    """A Conv2d that gathers the inputs of each output into a column and multiplies by the kernel matrix."""
 
     def forward(self, x: Tensor) -> Tensor:
         sides = (x.shape[-2], x.shape[-1])
         reach = [self.dilation[i] * (self.kernel_size[i] - 1) for i in (0, 1)]
         height, width = ((sides[i] + 2 * int(self.padding[i]) - reach[i] - 1) // self.stride[i] + 1 for i in (0, 1))
-        kernels = self.weight.flatten(1).expand(len(x), -1, -1)
-        products = torch.bmm(kernels, self._columns(x, height, width))  # (n, out, height · width)
+        products = self._products(self.weight.flatten(1), x, height, width)  # (n, out, height · width)
         if self.bias is not None:
             products = products + self.bias[:, None]
         return products.reshape(*products.shape[:-1], height, width)
 
-    def _columns(self, x: Tensor, height: int, width: int) -> Tensor:
+    def _products(self, kernels: Tensor, x: Tensor, height: int, width: int) -> Tensor:
         raise NotImplementedError
 
 
 class _Unfolded(_Product):
-    def _columns(self, x: Tensor, height: int, width: int) -> Tensor:
+    def _products(self, kernels: Tensor, x: Tensor, height: int, width: int) -> Tensor:
         padding = (int(self.padding[0]), int(self.padding[1]))
-        return nn.functional.unfold(x, self.kernel_size, self.dilation, padding, self.stride)
+        columns = nn.functional.unfold(x, self.kernel_size, self.dilation, padding, self.stride)
+        return torch.bmm(kernels.expand(len(x), -1, -1), columns)
 
 
 class _Sliced(_Product):
-    """The same columns from shifted slices: their gradient is a sum of slices, which a compiler can fuse."""
+    """The same columns from shifted slices: their gradient is a sum of slices, which a compiler can fuse.
 
-    def _columns(self, x: Tensor, height: int, width: int) -> Tensor:
+    Wide kernels meet the columns of all samples in one product; for narrow ones a product a sample keeps a GPU busier.
+    """
+
+    def _products(self, kernels: Tensor, x: Tensor, height: int, width: int) -> Tensor:
         (down, right), (up, left) = self.stride, (int(self.padding[0]), int(self.padding[1]))
         x = nn.functional.pad(x, (left, left, up, up))
         starts = [
@@ -48,7 +54,12 @@ class _Sliced(_Product):
             for j in range(self.kernel_size[1])
         ]
         slices = [x[..., i : i + down * height : down, j : j + right * width : right] for i, j in starts]
-        return torch.stack(slices, dim=-3).flatten(-2).flatten(-3, -2)
+        if kernels.shape[1] < WIDE:
+            columns = torch.stack(slices, dim=2).flatten(-2).flatten(1, 2)  # (n, in · places, height · width)
+            return torch.bmm(kernels.expand(len(x), -1, -1), columns)
+        together = torch.stack([piece.transpose(0, 1) for piece in slices], dim=1)  # (in, places, n, height, width)
+        products = kernels @ together.flatten(2).flatten(0, 1)
+        return products.reshape(len(products), len(x), -1).transpose(0, 1)
 
 
 def converted(module: nn.Module, convolutions: Convolutions) -> nn.Module:

@@ -18,7 +18,7 @@ from numba import uint32, uint64
 
 from fedcontext import plan
 from fedcontext.compiling import compiled
-from fedcontext.plan import IntArray, Stream
+from fedcontext.plan import IntArray, Stream, words
 
 Words: TypeAlias = npt.NDArray[np.uint32]
 Orders: TypeAlias = Callable[[int, int, int, int, int], IntArray]
@@ -33,20 +33,21 @@ def compiled_orders() -> Orders:
 
 
 def _orders(seed: int, number: int, device: int, samples: int, epochs: int) -> IntArray:
-    words = [word for key in (seed, number, Stream.BATCHES, device) for word in _words(key)]
-    return _shuffles(np.array(words, np.uint32), samples, epochs)
+    return shuffles(entropy(seed, number, device), samples, epochs)
 
 
-def _words(key: int) -> list[int]:
-    """Return the 32-bit words of a whole number, lowest first, as `SeedSequence` cuts them."""
-    words = [key & 0xFFFFFFFF]
-    while key := key >> 32:  # almost never
-        words.append(key & 0xFFFFFFFF)
-    return words
+def entropy(seed: int, number: int, device: int = 0) -> Words:
+    """Return the words that a device's draws of one round start from; the last is the device's own.
+
+    >>> entropy(0, 7, device=12)
+    array([ 0,  7,  3, 12], dtype=uint32)
+    """
+    return np.array(words(seed, number, Stream.BATCHES, device), np.uint32)
 
 
 @compiled
-def _shuffles(entropy: Words, samples: int, epochs: int) -> IntArray:
+def shuffles(entropy: Words, samples: int, epochs: int) -> IntArray:
+    """Return (epochs, samples): the order in which a device visits its samples, in each epoch."""
     state = _seeded(entropy)
     orders = np.empty((epochs, samples), np.int64)
     half, has_half = uint32(0), False

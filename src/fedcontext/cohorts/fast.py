@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from fedcontext import plan
 from fedcontext.arrays import FloatArray
-from fedcontext.cohorts import kernels
-from fedcontext.cohorts.draws import compiled_orders
+from fedcontext.cohorts.crew import Cohort, Step, descend_all
+from fedcontext.cohorts.draws import compiled_orders, entropy
+from fedcontext.cohorts.kernels import sweep
 from fedcontext.cohorts.softmax import weighted_sum
+from fedcontext.cohorts.sparse import Sparse, sparse, sweep_sparsely
+from fedcontext.cohorts.vectors import LANES
 from fedcontext.compiling import announced
 from fedcontext.datasets.federated import FederatedData, Samples, Split, is_everyone, judged
 from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray
-from fedcontext.threads import on_all_cores
+from fedcontext.threads import on_all_cores, together
 
 if TYPE_CHECKING:
     from fedcontext.cohorts import Work
 
 Matrix = npt.NDArray[Any]
 ROWS = 4096  # samples of one task in a pass over all data
-GRAM_COST, SPAN_COST = 1.4, 1.9  # of a product in `gram` and `descend_in_span`, measured against one in `descend`
+GRAM_COST, SPAN_COST, SPARSE_COST = 1.4, 1.9, 1.5  # of a product there, measured against one in `descend`
 SPAN_LIMIT = 4096  # samples, so that the inner products of one device stay under 64 MB in float32
 GRAM_BYTES = 256 * 2**20  # kept inner products of devices' samples, in all
+
+
+class Side(NamedTuple):
+    """The samples of a training or a test side: as they are, and what differs from their background if that is little."""
+
+    features: Matrix
+    labels: IntArray
+    found: Sparse
 
 
 class SoftmaxFast:
@@ -34,13 +48,17 @@ class SoftmaxFast:
         self.data, self.dtype = data, np.dtype(dtype)
         self.dimension, self.classes = data.dimension, data.classes
         self.train_split, self.test_split = data.train.each(self._laid_out), data.test.each(self._laid_out)
-        self._grams: dict[int, Matrix] = {}
-        self._kept = 0
+        self._inner = np.empty(0, self.dtype)  # inner products of devices' samples, where they are kept
+        self._places: dict[int, int] = {}  # where those of a device begin
+        self._known: set[int] = set()  # devices whose inner products are there
+        self._used = 0
         self._factors: Matrix | None = None  # of each sample, in the last gradient over all devices
         self._ahead: tuple[Matrix, Matrix] | None = None  # params, and that gradient there
         self._wanted = False  # whether it has been asked for since the last evaluation
         with announced():
-            self._orders = compiled_orders()
+            self._drawn = compiled_orders() is not plan.orders  # whether compiled code can draw the batch orders
+            self.train_side, self.test_side = (_side(split) for split in (judged(self.train_split), self.test_split))
+            self._nothing = sparse(self.train_side.features[:0])  # of devices whose samples are drawn on demand
             self._compile()
 
     def start(self) -> Matrix:
@@ -50,53 +68,75 @@ class SoftmaxFast:
     def train(self, params: Matrix, work: Work) -> list[Matrix]:
         """Return each device's update: mini-batch SGD on F_k(w) + (μ/2)‖w - wᵗ‖² from ``params``."""
         work.local.check_plain("fast")
-        params = self._checked(params)
-        longest = np.argsort(-work.epochs * self.train_split.sizes[work.devices], kind="stable")
-        start, updates = _by_class(params), [np.empty_like(params) for _ in longest]
-        told = [(int(work.devices[row]), int(work.epochs[row]), updates[row]) for row in longest]
-        on_all_cores(lambda each: self._train_device(start, work, *each), told)
-        return updates
+        params, split = self._checked(params), self.train_split
+        updates = np.empty((len(work.devices), *params.shape), self.dtype)
+        if isinstance(split, Split):
+            crew = self._crew(params, work, self.train_side, split.offsets[work.devices], updates)
+            together(crew, len(updates))
+            self._known |= self._places.keys() & set(work.devices.tolist())
+            return list(updates)
 
-    def _train_device(self, start: tuple[Matrix, Matrix], work: Work, device: int, epochs: int, update: Matrix) -> None:
-        local = work.local
-        features, labels = self.train_split.device(device)
-        orders = self._orders(work.seed, work.number, device, len(labels), epochs)
-        size = min(local.batch_size, len(labels))
-        given = (features, labels, orders, size, float(local.learning_rate), float(local.mu), *start, update)
-        if self._spans(len(labels), epochs):
-            kernels.descend_in_span(*given, self._gram(device, features))
-        else:
-            kernels.descend(*given)
+        def alone(row: int) -> None:
+            own = slice(row, row + 1)
+            one = replace(work, devices=work.devices[own], epochs=work.epochs[own])
+            side = Side(*split.device(int(work.devices[row])), self._nothing)
+            self._crew(params, one, side, np.zeros(1, np.int64), updates[own])()
 
-    def _spans(self, count: int, epochs: int) -> bool:
-        """Return whether steps in the span of the device's samples take less time than steps in the features.
+        on_all_cores(alone, np.argsort(-work.epochs * split.sizes[work.devices], kind="stable").tolist())
+        return list(updates)
+
+    def _crew(self, params: Matrix, work: Work, side: Side, firsts: IntArray, updates: Matrix) -> Callable[[], bool]:
+        """Return a function that trains these devices, called once or by several threads at a time."""
+        devices, epochs = np.ascontiguousarray(work.devices, np.int64), np.ascontiguousarray(work.epochs, np.int64)
+        counts = self.train_split.sizes[devices]
+        spans = self._spans(side.found, counts, epochs)
+        places, known = np.full(len(counts), -1), np.zeros(len(counts), np.bool_)
+        if side is self.train_side:
+            for row in np.flatnonzero(spans).tolist():
+                places[row] = self._place(int(devices[row]), int(counts[row]))
+                known[row] = devices[row] in self._known
+        longest = np.argsort(-epochs * counts, kind="stable")
+        cohort = Cohort(longest, devices, firsts, counts, epochs, spans, places, known)
+        step = Step(work.local.batch_size, float(work.local.learning_rate), float(work.local.mu))
+        orders = np.empty(0, np.int64) if self._drawn else _orders(work, counts)
+        told = (np.zeros(2, np.int64), cohort, step, entropy(work.seed, work.number), orders, *side)
+        return lambda: descend_all(*told, params, self._inner, updates)
+
+    def _spans(self, found: Sparse, counts: IntArray, epochs: IntArray) -> npt.NDArray[np.bool_]:
+        """Return where steps in the span of a device's samples take less time than the other way.
 
         The inner products are counted even where they are kept already: a result must not depend on what came before.
         """
-        dimension, classes = self.dimension, self.classes
-        in_features = 2 * dimension * classes * epochs
-        in_span = 2 * dimension * classes + count * (GRAM_COST * dimension / 2 + SPAN_COST * classes * epochs)
-        return count <= SPAN_LIMIT and in_span < in_features
+        if epochs.max(initial=1) == 1:
+            return np.zeros(len(counts), np.bool_)
+        once = an_epoch = 2.0 * self.dimension * self.classes
+        if found.leans.size:
+            an_epoch = SPARSE_COST * 2 * found.values.size / found.leans.size * -(-self.classes // LANES) * LANES
+        in_span = once + counts * (GRAM_COST * self.dimension / 2 + SPAN_COST * self.classes * epochs)
+        return (counts <= SPAN_LIMIT) & (in_span < an_epoch * epochs)
 
-    def _gram(self, device: int, features: Matrix) -> Matrix:
-        found = self._grams.get(device)
-        if found is None:
-            found = kernels.gram(features)
-            if self._kept + found.nbytes <= GRAM_BYTES:
-                self._grams[device] = found
-                self._kept += found.nbytes
-        return found
+    def _place(self, device: int, count: int) -> int:
+        """Return where the inner products of a device's samples are to be kept; -1 where there is no room left."""
+        if not self._inner.size:
+            self._inner = np.empty(GRAM_BYTES // self.dtype.itemsize, self.dtype)  # taken when it is written to
+        if device not in self._places:
+            if self._used + count * count > self._inner.size:
+                return -1
+            self._places[device], self._used = self._used, self._used + count * count
+        return self._places[device]
 
     def gradients(self, params: Matrix, devices: IntArray) -> list[Matrix]:
         """Return ∇F_k(params) of each device."""
-        start = _by_class(self._checked(params))
+        params, split = self._checked(params), self.train_split
 
         def own(device: int) -> Matrix:
-            features, labels = self.train_split.device(device)
-            slope, factors = np.empty_like(params), np.full(len(labels), 1 / len(labels), self.dtype)
-            kernels.sweep(features, labels, factors, *start, slope, True)
-            return slope
+            count = int(split.sizes[device])
+            factors = np.full(count, 1 / count, self.dtype)
+            if isinstance(split, Split):
+                return passing(split.rows(device), factors)[2]
+            return _passing(Side(*split.device(device), self._nothing), params)(slice(0, count), factors)[2]
 
+        passing = _passing(self.train_side, params)
         return on_all_cores(own, devices.tolist())
 
     def gradient(self, params: Matrix, devices: IntArray, weights: FloatArray) -> Matrix:
@@ -119,18 +159,18 @@ class SoftmaxFast:
 
     def evaluate(self, params: Matrix) -> tuple[float, float]:
         """Return the mean loss over all training samples and the share of all test samples classified right."""
-        params, test = self._checked(params), self.test_split
+        params = self._checked(params)
         if not self._wanted:
             self._factors = None
         self._wanted = False
         loss, slope = self._pass_over_train(params)
         self._ahead = params.copy(), slope
-        hits = sum(hits for _, hits, _ in _sweep(test, params, None))
-        return loss / len(judged(self.train_split).labels), hits / max(1, len(test.labels))
+        hits = sum(hits for _, hits, _ in _sweep(self.test_side, params, None))
+        return loss / len(self.train_side.labels), hits / max(1, len(self.test_side.labels))
 
     def _pass_over_train(self, params: Matrix) -> tuple[float, Matrix]:
         """Return the sum of all training losses, and Σ factors · gradients where factors are set."""
-        parts = _sweep(judged(self.train_split), params, self._factors)
+        parts = _sweep(self.train_side, params, self._factors)
         slope = sum((slope for _, _, slope in parts), np.zeros(params.shape))
         return sum(loss for loss, _, _ in parts), slope.astype(self.dtype)
 
@@ -147,17 +187,22 @@ class SoftmaxFast:
     def _compile(self) -> None:
         """Compile every kernel for this dtype, or load it from the cache."""
         features, labels = _sealed(np.zeros((1, 1)), self.dtype), _sealed(np.zeros(1), np.dtype(np.int64))
-        params = np.zeros((2, 2), self.dtype)
-        start = _by_class(params)
-        given = (features, labels, np.zeros((1, 1), np.int64), 1, 1.0, 0.0, *start, params)
-        kernels.descend(*given)
-        kernels.descend_in_span(*given, kernels.gram(features))
-        kernels.sweep(features, labels, params[0, :1], *start, params, True)
+        params, none, one = np.zeros((2, 2), self.dtype), np.empty(0, np.int64), np.ones(1, np.int64)
+        found, cohort = sparse(features), Cohort(none, none, none, none, none, none > 0, none, none > 0)
+        told = (np.zeros(2, np.int64), cohort, Step(1, 1.0, 0.0), entropy(0, 0), one, features, labels, found)
+        descend_all(*told, params, params[0], params[None])
+        sweep(features, labels, params[0, :1], params, params, True)
+        sweep_sparsely(found, 0, labels[:0], params[0, :0], params[:1], params[:1], True)
 
 
-def _by_class(params: Matrix) -> tuple[Matrix, Matrix]:
-    """Return weights (C, d), a row of memory for each class, and biases (C,)."""
-    return params[:-1].T.copy(order="C"), params[-1].copy()
+def _side(split: Split) -> Side:
+    return Side(split.features, split.labels, sparse(split.features))
+
+
+def _orders(work: Work, counts: IntArray) -> IntArray:
+    """Return the batch orders of all devices, laid end to end."""
+    told = zip(work.devices.tolist(), counts.tolist(), work.epochs.tolist(), strict=True)
+    return np.concatenate([plan.orders(work.seed, work.number, *each).ravel() for each in told])
 
 
 def _sealed(array: Matrix, dtype: np.dtype[Any]) -> Matrix:
@@ -166,15 +211,26 @@ def _sealed(array: Matrix, dtype: np.dtype[Any]) -> Matrix:
     return view
 
 
-def _sweep(split: Split, params: Matrix, factors: Matrix | None) -> list[tuple[float, int, Matrix]]:
-    """Return (sum of losses, hits, Σ factors · gradients) of each block of samples, in one pass over the data."""
-    start, ones = _by_class(params), np.ones(min(ROWS, len(split.labels)), params.dtype)
+def _passing(side: Side, params: Matrix) -> Callable[..., tuple[float, int, Matrix]]:
+    """Return a function that gives (sum of losses, hits, Σ factors · gradients) over some rows of a side."""
 
-    def block(first: int) -> tuple[float, int, Matrix]:
-        rows, slope = slice(first, first + ROWS), np.empty_like(params)
-        labels = split.labels[rows]
-        own = ones[: len(labels)] if factors is None else factors[rows]
-        loss, hits = kernels.sweep(split.features[rows], labels, own, *start, slope, factors is not None)
+    def over(rows: slice, factors: Matrix, backwards: bool = True) -> tuple[float, int, Matrix]:
+        labels, slope = side.labels[rows], np.empty_like(params)
+        if side.found.leans.size:
+            loss, hits = sweep_sparsely(side.found, rows.start, labels, factors, params, slope, backwards)
+        else:
+            loss, hits = sweep(side.features[rows], labels, factors, params, slope, backwards)
         return loss, hits, slope
 
-    return on_all_cores(block, range(0, len(split.labels), ROWS))
+    return over
+
+
+def _sweep(side: Side, params: Matrix, factors: Matrix | None) -> list[tuple[float, int, Matrix]]:
+    """Return what `_passing` gives for each block of samples, in one pass over the data."""
+    over, ones = _passing(side, params), np.ones(min(ROWS, len(side.labels)), params.dtype)
+
+    def block(first: int) -> tuple[float, int, Matrix]:
+        rows = slice(first, min(first + ROWS, len(side.labels)))
+        return over(rows, ones[: rows.stop - first] if factors is None else factors[rows], factors is not None)
+
+    return on_all_cores(block, range(0, len(side.labels), ROWS))

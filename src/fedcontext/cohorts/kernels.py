@@ -20,6 +20,12 @@ SWEEP = 40  # samples whose scores are held at a time in a pass over many
 
 
 @compiled
+def by_class(params: Matrix) -> tuple[Matrix, Matrix]:
+    """Return the weights (C, d), a row of memory for each class, and the biases (C,) of params (d + 1, C)."""
+    return params[:-1].T.copy(), params[-1].copy()
+
+
+@compiled
 def products(features: Matrix, rows: IntArray, weights: Matrix, out: Matrix) -> None:
     """Write out[i, c] = <features[rows[i]], weights[c]>."""
     last, top = rows.size - 1, weights.shape[0] - 1
@@ -96,23 +102,23 @@ def _add_columns(bias: Matrix, rows: Matrix) -> None:
 
 
 @compiled
-def residuals(scores: Matrix, rows: IntArray, labels: IntArray, factors: Matrix) -> tuple[float, int]:
-    """Turn scores[i] into factors[i] · (softmax - one-hot label); return the sum of losses and the hits."""
+def residuals(scores: Matrix, classes: int, rows: IntArray, labels: IntArray, factors: Matrix) -> tuple[float, int]:
+    """Turn scores[i, :classes] into factors[i] · (softmax - one-hot label); return the sum of losses and the hits."""
     loss, hits = 0.0, 0
     for i in range(rows.size):
         own, score = labels[rows[i]], scores[i]
         best = 0
-        for c in range(1, score.size):
+        for c in range(1, classes):
             if score[c] > score[best]:
                 best = c
         top, mine, total = score[best], score[own], score.dtype.type(0)
-        for c in range(score.size):
+        for c in range(classes):
             score[c] = np.exp(score[c] - top)
             total += score[c]
         loss += float(np.log(total) + top - mine)
         hits += best == own
         factor = factors[i]
-        for c in range(score.size):
+        for c in range(classes):
             score[c] *= factor / total
         score[own] -= factor
     return loss, hits
@@ -120,15 +126,10 @@ def residuals(scores: Matrix, rows: IntArray, labels: IntArray, factors: Matrix)
 
 @compiled
 def sweep(
-    features: Matrix,
-    labels: IntArray,
-    factors: Matrix,
-    weights: Matrix,
-    bias: Matrix,
-    slope: Matrix,
-    backwards: bool,
+    features: Matrix, labels: IntArray, factors: Matrix, params: Matrix, slope: Matrix, backwards: bool
 ) -> tuple[float, int]:
-    """Return the sum of losses and the hits at ``weights`` and ``bias``; if ``backwards``, write Σ factors · gradients."""
+    """Return the sum of losses and the hits at ``params``; if ``backwards``, write Σ factors · gradients."""
+    weights, bias = by_class(params)
     count, classes, pull = labels.size, bias.size, np.zeros_like(weights)
     scores, rows = np.empty((SWEEP, classes), weights.dtype), np.arange(count)
     slope[-1].fill(0)
@@ -138,7 +139,7 @@ def sweep(
         own = scores[: block.size]
         products(features, block, weights, own)
         _add_bias(own, bias)
-        part, right = residuals(own, block, labels, factors[first : first + SWEEP])
+        part, right = residuals(own, classes, block, labels, factors[first : first + SWEEP])
         loss, hits = loss + part, hits + right
         if backwards:
             add_rows(pull, features, block, own)
@@ -173,7 +174,7 @@ def descend(
             products(features, rows, weights, own)
             _add_bias(own, bias)
             factors.fill(-rate / rows.size)
-            residuals(own, rows, labels, factors)
+            residuals(own, classes, rows, labels, factors)
             if mu:
                 _draw_back(weights, first, pull)
                 _draw_back(bias.reshape(1, -1), first_bias.reshape(1, -1), pull)
@@ -202,10 +203,9 @@ def _draw_back(weights: Matrix, origin: Matrix, pull: float) -> None:
 
 
 @compiled
-def gram(features: Matrix) -> Matrix:
-    """Return (n, n), 1 + <xᵢ, xⱼ>: the inner products of samples with the constant feature that carries the bias."""
+def gram(features: Matrix, result: Matrix) -> None:
+    """Write (n, n), 1 + <xᵢ, xⱼ>: the inner products of samples with the constant feature that carries the bias."""
     count = features.shape[0]
-    result = np.empty((count, count), features.dtype)
     rows = np.arange(count)
     for first in range(0, count, SWEEP):
         block = rows[first : first + SWEEP]
@@ -214,7 +214,6 @@ def gram(features: Matrix) -> Matrix:
         for j in range(i + 1):
             result[i, j] += 1
             result[j, i] = result[i, j]
-    return result
 
 
 @compiled
@@ -251,7 +250,7 @@ def descend_in_span(
                 for c in range(classes):
                     own[i, c] = scores[c, rows[i]]
             factors.fill(-rate / rows.size)
-            residuals(own, rows, labels, factors)
+            residuals(own, classes, rows, labels, factors)
             if mu:
                 _draw_back(scores, origin, pull)
                 _draw_back(coefficients, nothing, pull)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
@@ -43,8 +43,9 @@ class ModuleEngine:
         at_once: all devices of a cohort in one vectorised step, or one after another; where None, at once on a GPU
             for modules that can.
         chunk: how many devices at once at most; where None, all that fit the memory.
-        speed: plain, graph (CUDA graphs) or compile (`torch.compile`, then a graph); auto is graph on a GPU. What
-            cannot be had falls back with a warning.
+        speed: plain, graph (CUDA graphs), compile (`torch.compile`, then a graph) or search (the same, and the fastest
+            kernel tried out for each matrix product: minutes to start); auto is graph on a GPU. What cannot be had
+            falls back with a warning.
         precision: of training: full (the module's own), tf32, or bfloat16 (params and updates stay in the module's own).
         convolutions: library, or as matrix products over columns made by unfold or slices.
 
@@ -74,8 +75,8 @@ class ModuleEngine:
         convolutions: Convolutions = "library",
         seed: int = 0,
     ) -> None:
-        if speed not in ("auto", "plain", "graph", "compile"):
-            raise FedcontextError(f"speed must be auto, plain, graph or compile, got {speed!r}")
+        if speed not in get_args(Speed):
+            raise FedcontextError(f"speed must be one of {', '.join(get_args(Speed))}, got {speed!r}")
         if chunk is not None and chunk < 1:
             raise FedcontextError(f"chunk must be at least 1, got {chunk}")
         if not isinstance(data.train, Split):

@@ -100,6 +100,7 @@ class AtOnce:
         if stage is None or not stage.fits(len(chosen), size, work.local):
             self.stage = stage = None  # free its places before new ones are taken
             stage = Stage(self.learner, params, len(chosen), size, work.local, self.speed)
+        stage.load(params)  # the GPU works on this while the steps are planned
         steps = plan_steps(work, chosen, self.split, size, self.learner)
         draw = generator(work.seed, work.number, Stream.DROPOUT, int(work.devices[chosen[0]]))
         with self.learner.mode(training=True), seeded(self.learner.device, int(draw.integers(2**62))):

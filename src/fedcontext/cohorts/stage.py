@@ -27,7 +27,7 @@ from torch import Tensor  # noqa: E402
 if TYPE_CHECKING:
     from fedcontext.cohorts import Work
 
-Speed: TypeAlias = Literal["auto", "plain", "graph", "compile"]
+Speed: TypeAlias = Literal["auto", "plain", "graph", "compile", "search"]
 Stack: TypeAlias = dict[str, Tensor]  # (C, ...) each: a row of every leaf belongs to one device
 WARM_UP = 3  # steps before a CUDA graph is recorded: libraries allocate and choose their kernels in them
 NORM_FLOOR = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -89,10 +89,12 @@ class Stage:
         self.shares = torch.zeros((width, size), dtype=learner.dtype, device=learner.device)
         self.rates = torch.zeros(width, dtype=learner.dtype, device=learner.device)
         self.step: Callable[..., None] = self._step
-        if speed == "compile":
-            self.step = torch.compile(self._step, dynamic=False)
+        compiled = speed in ("compile", "search")
+        if compiled:
+            options: dict[str, str | int | bool | Callable[..., object]] = {"max_autotune_gemm": speed == "search"}
+            self.step = torch.compile(self._step, dynamic=False, options=options)
         # Devices that are done drop out by halves: few shapes to record, and at most half of a step for nothing.
-        halves = range(1 if speed == "compile" else 1 + width.bit_length())
+        halves = range(1 if compiled else 1 + width.bit_length())
         self.counts = sorted({math.ceil(width / 2**half) for half in halves})
         self.replays: dict[int, Callable[[], None]] = {}
         self.graphs: list[torch.cuda.CUDAGraph] = []  # all share the first one's scratch memory
@@ -103,12 +105,11 @@ class Stage:
         return same and width <= self.width and self.rows.shape[1] == size
 
     def run(self, params: Params, steps: Steps, learning_rate: float) -> Stack:
-        """Return the updates of the devices in ``steps``."""
+        """Return the updates of the devices in ``steps``, from where `load` has put them."""
         counts = [next(count for count in self.counts if count >= active) for active in steps.active]
-        for count in sorted(set(counts)):
-            if count not in self.replays:
-                self.replays[count] = self._recorded(count)
-        self._load(params)
+        for count in sorted(set(counts) - self.replays.keys()):
+            self.replays[count] = self._recorded(count)
+            self.load(params)  # recording takes steps
         self.rates.fill_(learning_rate)
         devices = steps.devices()
         for step, (active, count) in enumerate(zip(steps.active, counts, strict=True)):
@@ -118,7 +119,7 @@ class Stage:
             self.replays[count]()
         return {name: own[:devices] - params[name] for name, own in self.own.items()}
 
-    def _load(self, params: Params) -> None:
+    def load(self, params: Params) -> None:
         """Put every device at ``params``, at rest."""
         for name, own in self.own.items():
             own.copy_(params[name].expand_as(own))
@@ -145,7 +146,7 @@ class Stage:
             raise
         except Exception as error:  # compilers and drivers fail in many ways; the plain step does the same work
             warnings.warn(f"speed={self.speed!r} is not to be had here ({first_line(error)})", stacklevel=2)
-            self.speed, self.step = "graph" if self.speed == "compile" else "plain", self._step
+            self.speed, self.step = "plain" if self.speed == "graph" else "graph", self._step
             return self._recorded(count)
 
     def _step(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -152,20 +152,46 @@ def federate(
     >>> data.population, data.train.sizes, data.test.sizes, data.classes
     (2, array([9, 9]), array([1, 1]), 2)
     """
-    features, labels = np.asarray(features), np.asarray(labels)
+    features, labels = _array("features", features), _array("labels", labels)
     check_arrays(features, labels)
-    empty = [device for device, part in enumerate(parts) if len(part) == 0]
-    if empty or not len(parts):
-        raise FedcontextError(f"device {empty[0]} has no samples" if empty else "there are no devices")
-    counts = kept_for_training(np.array([len(part) for part in parts]), test_share).tolist()
-    train = [part[:count] for part, count in zip(parts, counts, strict=True)]
-    test = [part[count:] for part, count in zip(parts, counts, strict=True)]
+    if not hasattr(parts, "__len__") or not len(parts):
+        raise FedcontextError(f"parts must hold the samples of each device, got {parts!r}: there are no devices")
+    rows = [_indices(device, part, len(labels)) for device, part in enumerate(parts)]
+    if not isinstance(test_share, int | float) or not 0 <= test_share < 1:
+        raise FedcontextError(f"test_share must be from 0 to below 1, got {test_share!r}")
+    top = max(int(labels[part].max()) for part in rows)
+    if classes is not None and (not isinstance(classes, int | np.integer) or classes <= top):
+        raise FedcontextError(f"classes must be a whole number above the largest label {top}, got {classes!r}")
+    counts = kept_for_training(np.array([len(part) for part in rows]), test_share).tolist()
+    train = [part[:count] for part, count in zip(rows, counts, strict=True)]
+    test = [part[count:] for part, count in zip(rows, counts, strict=True)]
     return FederatedData(
         name,
         join([(features[part], labels[part]) for part in train]),
         join([(features[part], labels[part]) for part in test]),
-        int(labels.max()) + 1 if classes is None else classes,
+        int(labels.max()) + 1 if classes is None else int(classes),
     )
+
+
+def _array(name: str, given: npt.ArrayLike) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(given)
+    except (TypeError, ValueError) as error:  # rows of different lengths, a tensor that is not in this memory
+        raise FedcontextError(f"{name} must be an array, got {type(given).__name__}: {error}") from None
+
+
+def _indices(device: int, part: IntArray, count: int) -> IntArray:
+    """Return the samples of a device as indices; refuse masks, other numbers, and samples that are not there."""
+    rows = _array(f"the samples of device {device}", part)
+    if rows.shape == (0,):
+        raise FedcontextError(f"device {device} has no samples")
+    if rows.ndim != 1 or not np.issubdtype(rows.dtype, np.integer):
+        raise FedcontextError(f"the samples of device {device} must be indices (n,), got {rows.dtype} {rows.shape}")
+    if rows.min() < 0 or rows.max() >= count:
+        raise FedcontextError(
+            f"the samples of device {device} must be from 0 to {count - 1}, got {rows.min()} to {rows.max()}"
+        )
+    return rows
 
 
 def kept_for_training(sizes: IntArray, test_share: float = 0.1) -> IntArray:
@@ -191,7 +217,9 @@ def check_arrays(features: Features, labels: IntArray) -> None:
         raise FedcontextError(f"labels must have shape {features.shape[:1]}, got {labels.shape}")
     if not len(labels):
         raise FedcontextError("there are no samples")
-    if not np.issubdtype(labels.dtype, np.integer) or labels.min() < 0:
-        raise FedcontextError(f"labels must be whole numbers from 0, got {labels.dtype} with minimum {labels.min()}")
+    whole = np.issubdtype(labels.dtype, np.integer)
+    if not whole or labels.min() < 0:
+        got = f"{labels.dtype} with minimum {labels.min()}" if whole else labels.dtype
+        raise FedcontextError(f"labels must be whole numbers from 0, got {got}")
     if not np.isfinite(features).all():
         raise FedcontextError("features have NaN or infinite entries")

@@ -123,10 +123,13 @@ def _weights(lines: Sequence[Line], book: Book) -> Any:
 
 
 def stages(run: Sequence[RoundRecord]) -> dict[str, RoundRecord]:
-    """Return an early, a near-converged (nine tenths of the loss reduction done) and a converged round."""
+    """Return the first round, a near-converged one (nine tenths of the loss reduction done) and the last.
+
+    In a run of three rounds or more these are three: one that comes near only at its end shows the round before.
+    """
     losses = [record.loss for record in run if record.loss is not None]
     near = losses[-1] + 0.1 * (losses[0] - losses[-1])
-    middle = next((record for record in run[1:] if record.loss is not None and record.loss <= near), run[-1])
+    middle = next((record for record in run[1:-1] if record.loss is not None and record.loss <= near), run[-2:][0])
     return {"early": run[0], "near-converged": middle, "converged": run[-1]}
 
 

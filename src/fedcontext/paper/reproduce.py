@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from fedcontext.cohorts import ENGINES
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
 from fedcontext.paper.experiments import SEEDS, Line, Study, runs_of
@@ -42,8 +44,9 @@ def _records(experiment: Experiment, out: Path) -> list[RoundRecord]:
 
 
 def _complete(experiment: Experiment, out: Path) -> list[RoundRecord] | None:
-    path = out / f"{experiment.name}.jsonl"
-    if not path.is_file():
-        return None
-    records = read(path)[1]
-    return records if len(records) == experiment.rounds else None
+    """Return the records of a complete run: the engine's that was asked for, or another's, which does the same work."""
+    for engine in dict.fromkeys((experiment.engine, *ENGINES)):
+        path = out / f"{replace(experiment, engine=engine).name}.jsonl"
+        if path.is_file() and len(records := read(path)[1]) == experiment.rounds:
+            return records
+    return None

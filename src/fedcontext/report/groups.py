@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ def group(runs: Sequence[Run]) -> list[Group]:
         together[_text({**run.settings, "seed": None, "algorithm": algorithm_of(run)})].append(run)
     values = _values([members[0] for members in together.values()])
     groups = [Group(_label(members[0], values), _begun(members)) for members in together.values()]
-    return sorted(groups, key=lambda each: _order(algorithm_of(each.runs[0])))
+    return sorted(groups, key=lambda each: (_order(algorithm_of(each.runs[0])), _parts(each.label)))
 
 
 def _begun(runs: list[Run]) -> list[Run]:
@@ -79,6 +80,16 @@ def _begun(runs: list[Run]) -> list[Run]:
 def _order(algorithm: str) -> int:
     """Return the place of an algorithm in the table of all, the unknown behind them."""
     return [*ALGORITHMS, algorithm].index(algorithm)
+
+
+def _parts(label: str) -> list[str | float]:
+    """Return a label's texts and numbers by turns, so that sorting puts 10 behind 9, and on every data set alike.
+
+    >>> sorted(["k2=10", "k2=N", "k2=9"], key=_parts)
+    ['k2=9', 'k2=10', 'k2=N']
+    """
+    parts = re.split(r"([0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)", label)
+    return [float(part) if at % 2 else part for at, part in enumerate(parts)]
 
 
 Values: TypeAlias = dict[str, dict[str, set[str]]]  # of every setting, by algorithm

@@ -22,11 +22,13 @@ PAUSE = 1.0  # seconds between two pages at least, and ten times what a page tak
 def watch(experiments: Sequence[Experiment], out: Path, pause: float = PAUSE) -> Iterator[OnRound]:
     """Yield the function to call after every round: it brings the page ``out`` up to date.
 
-    A page from disk may not read other files, but it may run scripts: the news are in one beside it (``.live.js``),
-    which the last page, complete in itself, does not need.
+    A page from disk may not read other files, but it may run scripts: the news are in one beside it (``.live.js``).
+    The last page is complete in itself and does not need it. The script stays, since nobody knows when a page that was
+    opened before, perhaps on a machine that sleeps, asks for the last news.
     """
     require("plotly.offline", extra="report")
     live = LivePage(experiments, out)
+    live.write_news(running=True)  # first, or the page would hear the last news of earlier runs
     live.write_page(running=True)
     due = time.monotonic() + pause
 

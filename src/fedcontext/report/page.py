@@ -9,7 +9,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fedcontext.errors import FedcontextError, require
+from fedcontext.errors import FedcontextError
+from fedcontext.report import library
 
 
 def to_html(content: dict[str, Any]) -> str:
@@ -24,7 +25,7 @@ def to_html(content: dict[str, Any]) -> str:
         "css": (assets / "page.css").read_text(encoding="utf-8"),
         "view": (assets / "view.js").read_text(encoding="utf-8"),
         "charts": (assets / "charts.js").read_text(encoding="utf-8"),
-        "plotly": require("plotly.offline", extra="report").get_plotlyjs(),
+        "plotly": library.script(),
         "data": to_json(content),
     }
     template = (assets / "page.html").read_text(encoding="utf-8")
