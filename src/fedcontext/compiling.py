@@ -14,9 +14,10 @@ from numba.core import event
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Sums may be reordered, so that they vectorise; NaN and infinity keep their meaning, so that they can be reported.
-compiled: Callable[[Function], Function] = cast(
-    Any, numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "arcp", "nsz"})
-)
+_HOW = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "arcp", "nsz"}}
+compiled: Callable[[Function], Function] = cast(Any, numba.njit(cache=True, **_HOW))
+# For functions that only compiled ones call: they are kept inside these, and need no door from Python.
+inner: Callable[[Function], Function] = cast(Any, numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_HOW))
 
 
 class _Word(event.Listener):

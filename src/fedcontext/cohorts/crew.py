@@ -73,7 +73,9 @@ def descend_all(
         own, mine, out = features[first : first + count], labels[first : first + count], updates[row]
         size = min(step.size, count)
         if given.size:
-            begin = (cohort.counts[:row] * cohort.epochs[:row]).sum()
+            begin = 0
+            for other in range(row):
+                begin += cohort.counts[other] * cohort.epochs[other]
             orders = given[begin : begin + epochs * count].reshape((epochs, count))
         else:
             entropy = words.copy()

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from numba import uint32, uint64
 
 from fedcontext import plan
-from fedcontext.compiling import compiled
+from fedcontext.compiling import compiled, inner
 from fedcontext.plan import IntArray, Stream, words
 
 Words: TypeAlias = npt.NDArray[np.uint32]
@@ -72,7 +72,7 @@ def shuffles(entropy: Words, samples: int, epochs: int) -> IntArray:
     return orders
 
 
-@compiled
+@inner
 def _seeded(entropy: Words) -> npt.NDArray[np.uint64]:
     """Return PCG64's state as (high, low, increment high, increment low), as `default_rng(entropy)` would set it."""
     words = _state_words(_mixed_pool(entropy))
@@ -90,7 +90,7 @@ def _seeded(entropy: Words) -> npt.NDArray[np.uint64]:
     return state
 
 
-@compiled
+@inner
 def _mixed_pool(entropy: Words) -> Words:
     pool, factor = np.zeros(POOL, np.uint32), uint32(0x43B0D7E5)
     for index in range(POOL):
@@ -108,7 +108,7 @@ def _mixed_pool(entropy: Words) -> Words:
     return pool
 
 
-@compiled
+@inner
 def _state_words(pool: Words) -> Words:
     words, factor = np.empty(8, np.uint32), uint32(0x8B51F9DD)
     for index in range(8):
@@ -116,7 +116,7 @@ def _state_words(pool: Words) -> Words:
     return words
 
 
-@compiled
+@inner
 def _hashed(word: np.uint32, factor: np.uint32, step: np.uint32) -> tuple[np.uint32, np.uint32]:
     word = uint32(word ^ factor)
     factor = uint32(factor * step)
@@ -124,13 +124,13 @@ def _hashed(word: np.uint32, factor: np.uint32, step: np.uint32) -> tuple[np.uin
     return uint32(word ^ (word >> uint32(16))), factor
 
 
-@compiled
+@inner
 def _mixed(left: np.uint32, right: np.uint32) -> np.uint32:
     word = uint32(uint32(left * uint32(0xCA01F9DD)) - uint32(right * uint32(0x4973F715)))
     return uint32(word ^ (word >> uint32(16)))
 
 
-@compiled
+@inner
 def _next(state: npt.NDArray[np.uint64]) -> np.uint64:
     """Advance PCG64 by one step of its 128-bit recurrence, and return its 64 bits (XSL-RR)."""
     high, low = uint64(2549297995355413924), uint64(4865540595714422341)
@@ -144,7 +144,7 @@ def _next(state: npt.NDArray[np.uint64]) -> np.uint64:
     return turned
 
 
-@compiled
+@inner
 def _high_product(left: np.uint64, right: np.uint64) -> np.uint64:
     """Return the upper 64 bits of a 128-bit product."""
     mask, shift = uint64(0xFFFFFFFF), uint64(32)

@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedcontext.compiling import compiled
+from fedcontext.compiling import compiled, inner
 from fedcontext.plan import IntArray
 
 Matrix = npt.NDArray[Any]
 SWEEP = 40  # samples whose scores are held at a time in a pass over many
 
 
-@compiled
+@inner
 def by_class(params: Matrix) -> tuple[Matrix, Matrix]:
     """Return the weights (C, d), a row of memory for each class, and the biases (C,) of params (d + 1, C)."""
     return params[:-1].T.copy(), params[-1].copy()
 
 
-@compiled
+@inner
 def products(features: Matrix, rows: IntArray, weights: Matrix, out: Matrix) -> None:
     """Write out[i, c] = <features[rows[i]], weights[c]>."""
     last, top = rows.size - 1, weights.shape[0] - 1
@@ -40,7 +40,7 @@ def products(features: Matrix, rows: IntArray, weights: Matrix, out: Matrix) -> 
             out[i, m], out[i1, m], out[i2, m], out[i3, m], out[i4, m] = sums[5:]
 
 
-@compiled
+@inner
 def _ten_sums(a: Matrix, b: Matrix, c: Matrix, d: Matrix, e: Matrix, v: Matrix, w: Matrix) -> Any:
     av = bv = cv = dv = ev = aw = bw = cw = dw = ew = v.dtype.type(0)
     for j in range(v.size):
@@ -57,7 +57,7 @@ def _ten_sums(a: Matrix, b: Matrix, c: Matrix, d: Matrix, e: Matrix, v: Matrix, 
     return av, bv, cv, dv, ev, aw, bw, cw, dw, ew
 
 
-@compiled
+@inner
 def add_rows(weights: Matrix, features: Matrix, rows: IntArray, factors: Matrix) -> None:
     """Add Σ_i factors[i, c] · features[rows[i]] to each weights[c]."""
     whole = rows.size - rows.size % 5
@@ -73,7 +73,7 @@ def add_rows(weights: Matrix, features: Matrix, rows: IntArray, factors: Matrix)
             _add_one(weights[k], a, factors[i, k])
 
 
-@compiled
+@inner
 def _add_five(
     w: Matrix, a: Matrix, b: Matrix, c: Matrix, d: Matrix, e: Matrix, f: float, g: float, h: float, p: float, q: float
 ) -> None:
@@ -81,27 +81,27 @@ def _add_five(
         w[j] += f * a[j] + g * b[j] + h * c[j] + p * d[j] + q * e[j]
 
 
-@compiled
+@inner
 def _add_one(w: Matrix, a: Matrix, f: float) -> None:
     for j in range(w.size):
         w[j] += f * a[j]
 
 
-@compiled
+@inner
 def _add_bias(scores: Matrix, bias: Matrix) -> None:
     for i in range(scores.shape[0]):
         for c in range(bias.size):
             scores[i, c] += bias[c]
 
 
-@compiled
+@inner
 def _add_columns(bias: Matrix, rows: Matrix) -> None:
     for i in range(rows.shape[0]):
         for c in range(bias.size):
             bias[c] += rows[i, c]
 
 
-@compiled
+@inner
 def residuals(scores: Matrix, classes: int, rows: IntArray, labels: IntArray, factors: Matrix) -> tuple[float, int]:
     """Turn scores[i, :classes] into factors[i] · (softmax - one-hot label); return the sum of losses and the hits."""
     loss, hits = 0.0, 0
@@ -148,7 +148,7 @@ def sweep(
     return loss, hits
 
 
-@compiled
+@inner
 def descend(
     features: Matrix,
     labels: IntArray,
@@ -186,7 +186,7 @@ def descend(
     _put(out, weights)
 
 
-@compiled
+@inner
 def _put(out: Matrix, weights: Matrix) -> None:
     """Write weights (C, d) into the first d rows of ``out`` (d + 1, C)."""
     for j in range(weights.shape[1]):
@@ -194,7 +194,7 @@ def _put(out: Matrix, weights: Matrix) -> None:
             out[j, c] = weights[c, j]
 
 
-@compiled
+@inner
 def _draw_back(weights: Matrix, origin: Matrix, pull: float) -> None:
     """Move the weights towards their origin by this share: the proximal term's part of a step."""
     for c in range(weights.shape[0]):
@@ -202,7 +202,7 @@ def _draw_back(weights: Matrix, origin: Matrix, pull: float) -> None:
             weights[c, j] += pull * (origin[c, j] - weights[c, j])
 
 
-@compiled
+@inner
 def gram(features: Matrix, result: Matrix) -> None:
     """Write (n, n), 1 + <xᵢ, xⱼ>: the inner products of samples with the constant feature that carries the bias."""
     count = features.shape[0]
@@ -216,7 +216,7 @@ def gram(features: Matrix, result: Matrix) -> None:
             result[j, i] = result[i, j]
 
 
-@compiled
+@inner
 def descend_in_span(
     features: Matrix,
     labels: IntArray,

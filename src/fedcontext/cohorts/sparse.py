@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from fedcontext.cohorts.kernels import SWEEP, residuals
 from fedcontext.cohorts.vectors import LANES, TOGETHER, add_products, add_to_rows, move, put_row
-from fedcontext.compiling import compiled
+from fedcontext.compiling import compiled, inner
 from fedcontext.plan import IntArray
 
 Matrix = npt.NDArray[Any]
@@ -98,7 +98,7 @@ def _store(features: Matrix, found: Sparse) -> None:
         found.leans[i] = lean
 
 
-@compiled
+@inner
 def _room(shape: tuple[int, int, int], dtype: Any) -> Matrix:
     """Return an empty array that starts at a cache line, so that no vector lies across two."""
     size = shape[0] * shape[1] * shape[2]
@@ -119,7 +119,8 @@ def laid_out(params: Matrix, found: Sparse) -> Start:
     blocks = -(-classes // LANES)
     weights, scores = _room((blocks, dimension, LANES), params.dtype), np.zeros((1, blocks * LANES), params.dtype)
     bias, ours = np.zeros(blocks * LANES, params.dtype), np.zeros(blocks * LANES, params.dtype)
-    bias[:classes], ours[:classes] = params[-1], 1
+    for c in range(classes):
+        bias[c], ours[c] = params[-1, c], 1
     whole = _whole_rows(params, blocks)
     for j in range(whole):
         for block in range(blocks):
@@ -133,14 +134,14 @@ def laid_out(params: Matrix, found: Sparse) -> Start:
     return Start(weights, bias, scores[0])
 
 
-@compiled
+@inner
 def _whole_rows(params: Matrix, blocks: int) -> int:
     """Return how many rows of params (d + 1, C) can be read or written as whole vectors without leaving the array."""
     rows: int = max(0, min(params.shape[0] - 1, (params.size - blocks * LANES) // params.shape[1] + 1))
     return rows
 
 
-@compiled
+@inner
 def _scores(found: Sparse, rows: IntArray, first: int, weights: Matrix, scores: Matrix) -> None:
     """Write <s, v> of some samples."""
     blocks, apart = weights.shape[0], weights.shape[1] * LANES
@@ -151,7 +152,7 @@ def _scores(found: Sparse, rows: IntArray, first: int, weights: Matrix, scores: 
             add_products(found.values, found.columns, begin, end, weights, block * apart, scores, place)
 
 
-@compiled
+@inner
 def _pull(found: Sparse, rows: IntArray, first: int, weights: Matrix, factors: Matrix) -> None:
     """Add factors · s of some samples to v."""
     blocks, apart = weights.shape[0], weights.shape[1] * LANES
@@ -162,7 +163,7 @@ def _pull(found: Sparse, rows: IntArray, first: int, weights: Matrix, factors: M
             add_to_rows(found.values, found.columns, begin, end, weights, block * apart, factors, place)
 
 
-@compiled
+@inner
 def _fetch(found: Sparse, begin: int, end: int) -> float:
     """Read the entries of a device in a row, once: the steps, which visit them at random, then find them close by."""
     total = 0.0
@@ -173,7 +174,7 @@ def _fetch(found: Sparse, begin: int, end: int) -> float:
     return total
 
 
-@compiled
+@inner
 def descend_sparsely(
     found: Sparse,
     first: int,
@@ -217,19 +218,19 @@ def descend_sparsely(
     _put(out, weights, start.weights, moved, found.background)
 
 
-@compiled
+@inner
 def _copy(values: Matrix, target: Matrix) -> None:
     for x in range(values.size):
         target[x] = values[x]
 
 
-@compiled
+@inner
 def _draw_back(values: Matrix, origin: Matrix, pull: float) -> None:
     for x in range(values.size):
         values[x] += pull * (origin[x] - values[x])
 
 
-@compiled
+@inner
 def _put(out: Matrix, weights: Matrix, origin: Matrix, bias: Matrix, background: Matrix) -> None:
     """Write v - origin + bias ⊗ b, and the biases, into ``out`` (d + 1, C).
 
