@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the program; interrupted at any moment it ends with 130, and without a traceback."""
+    """Run the program; interrupted at any moment from here on it ends with 130, and without a traceback."""
     try:
         from fedcontext.cli import main as program
 

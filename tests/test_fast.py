@@ -4,7 +4,6 @@ import dataclasses
 import math
 import threading
 import time
-from threading import Event, current_thread, main_thread
 
 import numpy as np
 import pytest
@@ -232,10 +231,10 @@ def test_results_do_not_depend_on_the_number_of_threads(make, monkeypatch):
 
 def test_a_caller_that_loses_patience_waits_for_the_others(monkeypatch):
     monkeypatch.setattr(threads, "workers", lambda: 2)
-    begun, left, finished = Event(), Event(), []
+    begun, left, finished = threading.Event(), threading.Event(), []
 
     def crew():
-        if current_thread() is main_thread():
+        if threading.current_thread() is threading.main_thread():
             begun.wait(10)
             left.set()
             return False
@@ -247,12 +246,107 @@ def test_a_caller_that_loses_patience_waits_for_the_others(monkeypatch):
     assert finished == [True]
 
 
+def test_nobody_is_at_work_any_more_when_the_callers_error_is_raised(monkeypatch):
+    monkeypatch.setattr(threads, "workers", lambda: 2)
+    begun, finished = threading.Event(), []
+
+    def crew():
+        if threading.current_thread() is threading.main_thread():
+            begun.wait(10)
+            raise KeyboardInterrupt
+        begun.set()
+        time.sleep(0.05)
+        finished.append(True)
+        return True
+
+    with pytest.raises(KeyboardInterrupt):
+        threads.together(crew, hands=2)
+    assert finished == [True]
+
+
+@pytest.mark.parametrize("make", [data_of, speckled])
+def test_an_update_does_not_depend_on_who_else_trains(make):
+    data = make(dimension=60, classes=2)
+    engine = SoftmaxFast(data)
+    params = somewhere(engine)
+    alone = [engine.train(params, work_of([k], [e], Local(0.1, 5)))[0] for k, e in ((0, 1), (1, 1), (2, 1), (3, 9))]
+    company = engine.train(params, work_of([0, 1, 2, 3], [1, 1, 1, 9], Local(0.1, 5)))
+    assert all(map(np.array_equal, alone, company))
+
+
+def test_a_device_that_trains_twice_in_a_round_gets_the_same_update_twice(monkeypatch):
+    data = data_of(sizes=(60, 3), dimension=200)
+    monkeypatch.setattr(SoftmaxFast, "_spans", lambda self, found, counts, epochs: counts > 0)
+    params, work = somewhere(SoftmaxFast(data, np.float64)), work_of([0, 0, 0], [9, 9, 9], Local(0.1, 5))
+    theirs = SoftmaxReference(data, np.float64).train(params, work)
+    for _ in range(5):
+        engine = SoftmaxFast(data, np.float64)
+        agree(engine.train(params, work), theirs, 1e-10)
+        agree(engine.train(params, work), theirs, 1e-10)
+        assert engine._known == {0}
+
+
+def test_inner_products_are_known_only_once_they_were_computed(monkeypatch):
+    data = data_of(dimension=200)
+    engine, local = SoftmaxFast(data, np.float64), Local(0.1, 5)
+    monkeypatch.setattr(engine, "_spans", lambda found, counts, epochs: epochs > 1)
+    params, spanning = somewhere(engine), work_of([2], [9], local)
+    with pytest.raises(fc.FedcontextError, match="must be 0 or more"):
+        engine.train(params, dataclasses.replace(spanning, seed=-1))
+    engine.train(params, work_of([2], [1], local))
+    agree(engine.train(params, spanning), SoftmaxReference(data, np.float64).train(params, spanning), 1e-10)
+
+
+@pytest.mark.parametrize("height", [1, 100, 10_000])
+def test_a_large_background_costs_no_accuracy(height):
+    data = speckled(classes=5, share=0.1)
+    for side in (data.train, data.test):
+        side.features[:] += height
+    engines = [SoftmaxReference(data, np.float64), SoftmaxReference(data, np.float32), SoftmaxFast(data)]
+    assert engines[2].train_side.stored
+    params, work = somewhere(engines[2]), work_of([2, 3], [1, 1], Local(0.01 / height, 5))
+    moves = [engine.train(params.astype(engine.start().dtype), work) for engine in engines]
+    for exact, theirs, ours in zip(*moves, strict=True):
+        assert np.linalg.norm(ours - exact) < 5 * np.linalg.norm(theirs - exact) + 1e-5 * np.linalg.norm(exact)
+
+
+def test_what_is_infinite_on_one_device_stays_there():
+    data = speckled(share=0.1)
+    data.train.features[data.train.rows(2), 4] = np.inf
+    engine = SoftmaxFast(data)
+    with np.errstate(all="ignore"):
+        moves = engine.train(engine.start(), work_of(range(4), [1] * 4, Local(0.1, 5)))
+    assert [bool(np.isfinite(move).all()) for move in moves] == [True, True, False, True]
+
+
+@pytest.mark.parametrize(("dimension", "stored"), [(65_536, True), (65_537, False)])
+def test_only_columns_that_have_a_number_are_stored(dimension, stored):
+    features = np.zeros((3, dimension), np.float32)
+    features[1, -1] = 5
+    found = sparse.sparse(features)
+    assert (found.leans.size > 0) == stored
+    assert not stored or found.columns[found.values == 5].tolist() == [dimension - 1]
+
+
 def test_without_compiled_draws_the_plans_own_are_taken():
     data = data_of()
     usual, other = SoftmaxFast(data, np.float64), SoftmaxFast(data, np.float64)
     other._drawn = False
     params, work = somewhere(usual), work_of([2, 0, 3, 1], [2, 1, 3, 2], Local(0.1, 5))
     assert all(map(np.array_equal, usual.train(params, work), other.train(params, work)))
+
+
+def test_nothing_is_compiled_for_arrays_of_another_kind():
+    engine = SoftmaxFast(data_of())
+    params, work = somewhere(engine), work_of([2, 0], [2, 1], Local(0.1, 5))
+    usual, known = engine.train(params, work), [len(f.signatures) for f in (fast.descend_all, fast.sweep)]
+    params.flags.writeable = work.devices.flags.writeable = work.epochs.flags.writeable = False
+    strided = dataclasses.replace(work, devices=np.array([[2, 9], [0, 9]])[:, 0], epochs=np.array([2, 1], np.int32))
+    for other in (work, strided):
+        assert all(map(np.array_equal, engine.train(np.asfortranarray(params), other), usual))
+    engine.gradients(params, work.devices)
+    engine.evaluate(params)
+    assert [len(f.signatures) for f in (fast.descend_all, fast.sweep)] == known
 
 
 def test_nobody_trains_in_an_empty_cohort():

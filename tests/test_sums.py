@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -96,6 +98,40 @@ def test_the_same_bits_whichever_core_is_first(quick, monkeypatch):
     np.testing.assert_array_equal(sums.products(rows[:5], rows[5:], quick), together)
 
 
+@pytest.mark.parametrize("quick", [True, False])
+def test_the_same_bits_on_any_number_of_cores(quick, monkeypatch):
+    rows, found = [*normal(0, 6, 90_000)], []
+    for cores in (1, 2, 3, 5, 100):
+        monkeypatch.setattr(sums, "workers", lambda cores=cores: cores)
+        found.append(sums.products(rows[:5], rows[5:], quick))
+    assert all(np.array_equal(found[0], other) for other in found)
+
+
+def test_room_for_sums_does_not_grow_with_cores(monkeypatch):
+    rows, peaks = [*normal(0, 300, 600)], []
+    for cores in (1, 64):
+        monkeypatch.setattr(sums, "workers", lambda cores=cores: cores)
+        sums.products(rows, [])
+        tracemalloc.start()
+        sums.products(rows, [])
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert max(peaks) < 64e6
+    assert peaks[1] < 1.1 * peaks[0]
+
+
+def test_probes_that_cancel_each_other_are_multiplied_in_float64(asked):
+    rows = normal(0, 6, 3_000)
+    given = {"params": rows[4].copy(), "updates": [*rows[:4]], "rule": RULE}
+    nearly = [rows[5], np.float32(1e-5) * rows[4] - rows[5]]
+    result = fc.aggregate(**given, gradients=nearly)
+    assert asked == [True, False]
+    np.testing.assert_array_equal(result.weights, exactly(**given, gradients=nearly).weights)
+    asked.clear()
+    fc.aggregate(**given, gradients=[rows[5], rows[4]])
+    assert asked == [True]
+
+
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_large_models_take_the_quick_way_to_the_same_result(library, monkeypatch):
     make = np.asarray if library == "numpy" else torch.from_numpy
@@ -142,7 +178,7 @@ def test_where_float32_will_do_the_step_is_that_of_float64(seed, spread):
         patch.setattr(arrays, "COMPILED_FROM", 1)
         quick = measure(report)
     exact = measure(report)
-    assert will_do(np.hstack([exact.gram, exact.slopes.T]), 3_000)
+    assert will_do(np.hstack([exact.gram, exact.slopes.T]), 3_000, np.ones(1))
     steps = [RULE.weigh(geometry, None)[0] @ rows[:5].astype(np.float64) for geometry in (quick, exact)]
     assert np.linalg.norm(steps[0] - steps[1]) <= 1e-5 * np.linalg.norm(steps[1])
 

@@ -107,7 +107,7 @@ class Framework(Protocol):
         ...
 
     def largest(self, array: Array, scratch: int) -> float:
-        """Return the largest absolute value, or a larger finite number; NaN where an entry is NaN."""
+        """Return the largest absolute value, or a larger finite number (or 0 for less than 1e-19); NaN where one is NaN."""
         ...
 
     def writable(self, array: Array) -> bool:

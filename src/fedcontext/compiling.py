@@ -1,4 +1,4 @@
-"""How the fast engine's functions are compiled: once for each machine, kept on disk, with a word while it happens."""
+"""How functions are compiled: once for each machine, kept on disk, with a word while it happens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numba
 from numba.core import event
@@ -14,30 +14,32 @@ from numba.core import event
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Sums may be reordered, so that they vectorise; NaN and infinity keep their meaning, so that they can be reported.
+_njit: Any = numba.njit
 _HOW = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "arcp", "nsz"}}
-compiled: Callable[[Function], Function] = cast(Any, numba.njit(cache=True, **_HOW))
+compiled: Callable[[Function], Function] = _njit(cache=True, **_HOW)
 # For functions that only compiled ones call: they are kept inside these, and need no door from Python.
-inner: Callable[[Function], Function] = cast(Any, numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_HOW))
+inner: Callable[[Function], Function] = _njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_HOW)
 
 
 class _Word(event.Listener):
     """Says on standard error, once, that something is being compiled."""
 
-    said = False
+    def __init__(self, what: str) -> None:
+        self.what, self.said = what, False
 
     def on_start(self, event: Any) -> None:
         if not self.said:
-            print("compiling the fast engine for this machine, once (about ten seconds) ...", file=sys.stderr)
-            _Word.said = True
+            print(f"compiling {self.what} for this machine, once ...", file=sys.stderr)
+            self.said = True
 
     def on_end(self, event: Any) -> None:
         pass
 
 
 @contextmanager
-def announced() -> Iterator[None]:
+def announced(what: str) -> Iterator[None]:
     """Tell the user if anything is compiled in this block; what comes from the disk cache is loaded in silence."""
-    with _alone(), event.install_listener("numba:compile", _Word()):
+    with _alone(), event.install_listener("numba:compile", _Word(what)):
         yield
 
 

@@ -5,13 +5,15 @@ Arrays are handed over by address, so that K separate models need not be stacked
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
 import numpy as np
 
 from fedcontext.arrays import FloatArray
-from fedcontext.compiling import compiled
+from fedcontext.compiling import announced, compiled
 from fedcontext.threads import on_all_cores, workers
 from fedcontext.tiles import (
     AHEAD,
@@ -29,6 +31,8 @@ from fedcontext.tiles import (
 )
 
 SHARES = 2  # tasks for each core: one that begins late leaves more to the others
+PARTS = 32  # sums of products that are kept apart: their number, and with it every bit, is the same on all machines
+PARTS_BYTES = 32 * 2**20  # that all parts take at most
 WIDTH = 128  # entries of the weighted sum that are worked on at a time
 
 
@@ -45,18 +49,19 @@ def products(rows: Sequence[Matrix], columns: Sequence[Matrix], quick: bool = Fa
     upright, across = _fours(rows), _fours(columns[1:])
     addresses = _addresses([*upright, *across, *[first] * TILE])
     shape = len(upright) // TILE, (len(upright) + len(across)) // TILE, TILE * TILE
-    parts = np.zeros((SHARES * workers(), *shape))
+    parts = np.zeros((max(1, min(PARTS, PARTS_BYTES // (8 * math.prod(shape)))), *shape))
+    cuts = _cuts(rows[0].nbytes, len(parts))
 
-    def work(task: tuple[int, int, int]) -> None:
-        part, start, stop = task
-        add_products(addresses, entry, entry if quick else np.float64, start, stop, parts[part])
+    def work(task: tuple[int, int]) -> None:
+        add_products(addresses, entry, entry if quick else np.float64, cuts, *task, parts)
 
-    on_all_cores(work, _shares(rows[0]))
+    with _ready(entry, quick):
+        on_all_cores(work, _tasks(len(parts)))
     found: FloatArray = parts.sum(axis=0).reshape(-1)[_places(count, len(columns), shape[1])]
     return found
 
 
-@lru_cache(8)
+@lru_cache(2)
 def _places(count: int, columns: int, width: int) -> IntArray:
     """Return (K, K + P): where each product stands among the sums of the tiles, ``width`` of them in a line."""
     i, j = np.indices((count, count + columns))
@@ -80,11 +85,13 @@ def combine(base: Matrix, rows: Sequence[Matrix], weights: FloatArray, result: M
     factors = np.zeros(addresses.size)
     factors[: len(rows) + 1] = [*weights, 1]
 
-    def work(task: tuple[int, int, int]) -> None:
-        _, start, stop = task
-        _combine(addresses, factors, start // base.itemsize, stop // base.itemsize, result.reshape(-1))
+    cuts = _cuts(base.nbytes, SHARES * workers()) // base.itemsize
 
-    on_all_cores(work, _shares(base))
+    def work(part: int) -> None:
+        _combine(addresses, factors, cuts[part], cuts[part + 1], result.reshape(-1))
+
+    with _ready(base.dtype.type, None):
+        on_all_cores(work, range(len(cuts) - 1))
 
 
 def _addresses(arrays: Sequence[Matrix]) -> IntArray:
@@ -96,11 +103,27 @@ def _fours(rows: Sequence[Matrix]) -> list[Matrix]:
     return [*rows, *(list(rows[-1:]) * (-len(rows) % TILE))]
 
 
-def _shares(array: Matrix) -> list[tuple[int, int, int]]:
-    """Return the tasks for all cores: their numbers, and the bytes of each array that they work on."""
-    count = SHARES * workers()
-    cuts = [max(0, array.nbytes * part // count // PIECE * PIECE - LEAD) for part in range(count)]
-    return [*zip(range(count), cuts, [*cuts[1:], array.nbytes], strict=True)]
+def _cuts(size: int, parts: int) -> IntArray:
+    """Return (parts + 1,) where an array of so many bytes is cut: at the ends of pieces."""
+    ends = [max(0, size * part // parts // PIECE * PIECE - LEAD) for part in range(parts)]
+    return np.array([*ends, size], np.int64)
+
+
+def _tasks(parts: int) -> list[tuple[int, int]]:
+    """Return the tasks for all cores: the parts, from and to, that each works on."""
+    count = min(parts, SHARES * workers())
+    return [(parts * task // count, parts * (task + 1) // count) for task in range(count)]
+
+
+def _ready(entry: type, quick: bool | None) -> AbstractContextManager[None]:
+    """Return the context of a call: the first of its kind may have to compile, and says so."""
+    if (entry, quick) in _called:
+        return nullcontext()
+    _called.add((entry, quick))
+    return announced("sums over large models")
+
+
+_called: set[tuple[type, bool | None]] = set()
 
 
 @compiled

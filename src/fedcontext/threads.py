@@ -62,8 +62,10 @@ def together(crew: Callable[[], bool], hands: int) -> None:
 
     >>> together(lambda: True, hands=2)
     """
-    helpers = [_helpers().submit(crew) for _ in range(min(workers(), hands) - 1)]
-    done = crew()
-    for helper in helpers:
-        if not helper.cancel() and not done:
-            helper.result()
+    helpers, done = [_helpers().submit(crew) for _ in range(min(workers(), hands) - 1)], False
+    try:
+        done = crew()
+    finally:
+        errors = [helper.exception() for helper in helpers if not helper.cancel() and not done]
+    for error in filter(None, errors):
+        raise error

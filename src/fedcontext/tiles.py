@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils, codegen
 from numba.extending import intrinsic
 
-from fedcontext.compiling import compiled
+from fedcontext.compiling import compiled, inner
 
 Matrix = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]
@@ -39,18 +39,29 @@ CORNER = [(FOUND[place], TILE) if place in FOUND else (min(place), place[1]) for
 
 
 @compiled
-def add_products(addresses: IntArray, entry: Any, total: Any, start: int, stop: int, sums: Matrix) -> None:
+def add_products(
+    addresses: IntArray, entry: Any, total: Any, cuts: IntArray, first: int, last: int, parts: Matrix
+) -> None:
+    """Add to each of ``parts`` from first to last the products of the rows' bytes between two ``cuts``."""
+    spare = np.zeros((addresses.size, PIECE // 4), np.int32)
+    for part in range(first, last):
+        _add_products(addresses, entry, total, cuts[part], cuts[part + 1], spare, parts[part])
+
+
+@inner
+def _add_products(
+    addresses: IntArray, entry: Any, total: Any, start: int, stop: int, spare: Matrix, sums: Matrix
+) -> None:
     """Add to ``sums``, (rows / 4, columns / 4, 16), the products of the rows' bytes from ``start`` to ``stop``.
 
     Addresses are those of the rows, of the columns beyond the first (both in fours), and of the first column, four
     times. Tiles left of the diagonal stay as they are. ``entry`` is the arrays' type, ``total`` the one in which the
-    entries of a piece are multiplied and added.
+    entries of a piece are multiplied and added. A piece that is cut short is copied to ``spare``.
     """
     panels, width, _ = sums.shape
     tiles = panels * width - panels * (panels - 1) // 2
     last = TILE * width
     table, out = np.int64(addresses.ctypes.data), np.int64(sums.ctypes.data)
-    spare = np.zeros((addresses.size, PIECE // 4), np.int32)
     spares = np.int64(spare.ctypes.data) + PIECE * np.arange(addresses.size)
     begin = start
     while begin < stop:

@@ -59,7 +59,7 @@ class _Sliced(_Product):
             return torch.bmm(kernels.expand(len(x), -1, -1), columns)
         together = torch.stack([piece.transpose(0, 1) for piece in slices], dim=1)  # (in, places, n, height, width)
         products = kernels @ together.flatten(2).flatten(0, 1)
-        return products.reshape(len(products), len(x), -1).transpose(0, 1)
+        return products.reshape(len(products), len(x), height * width).transpose(0, 1)
 
 
 def converted(module: nn.Module, convolutions: Convolutions) -> nn.Module:

@@ -12,14 +12,15 @@ import numpy.typing as npt
 
 from fedcontext.cohorts.draws import Words, shuffles
 from fedcontext.cohorts.kernels import by_class, descend, descend_in_span, gram
-from fedcontext.cohorts.sparse import Sparse, descend_sparsely, laid_out
+from fedcontext.cohorts.sparse import Sparse
+from fedcontext.cohorts.sparse_kernels import descend_sparsely, laid_out
 from fedcontext.cohorts.vectors import look, take
-from fedcontext.compiling import compiled
+from fedcontext.compiling import compiled, inner
 from fedcontext.plan import IntArray
 
 Matrix = npt.NDArray[Any]
 TAKEN, DONE = 0, 1  # counters
-PATIENCE = 200_000  # looks at the counter, about a tenth of a millisecond
+PATIENCE = 200_000  # looks at the counter: less than a tenth of a millisecond
 
 
 class Step(NamedTuple):
@@ -41,6 +42,31 @@ class Cohort(NamedTuple):
     spans: npt.NDArray[np.bool_]  # whether steps are taken in the span of their samples
     places: IntArray  # where the inner products of their samples are kept; -1: nowhere
     known: npt.NDArray[np.bool_]  # whether they are there already
+
+
+@inner
+def _orders(cohort: Cohort, row: int, words: Words, given: IntArray) -> IntArray:
+    """Return the batch orders of one device, drawn or given."""
+    count, epochs = cohort.counts[row], cohort.epochs[row]
+    if given.size:
+        begin = 0
+        for other in range(row):
+            begin += cohort.counts[other] * cohort.epochs[other]
+        return given[begin : begin + epochs * count].reshape((epochs, count))
+    entropy = words.copy()
+    entropy[-1] = cohort.devices[row]
+    return shuffles(entropy, count, epochs)
+
+
+@inner
+def _inner_products(cohort: Cohort, row: int, features: Matrix, kept: Matrix) -> Matrix:
+    """Return the inner products of a device's samples, from where they are kept or are to be."""
+    count, place = cohort.counts[row], cohort.places[row]
+    room = kept[place : place + count * count] if place >= 0 else np.empty(count * count, kept.dtype)
+    found = room.reshape((count, count))
+    if not cohort.known[row]:
+        gram(features, found)
+    return found
 
 
 @compiled
@@ -69,25 +95,13 @@ def descend_all(
     turn = take(counters, TAKEN)
     while turn < everyone:
         row = cohort.order[turn]
-        first, count, epochs = cohort.firsts[row], cohort.counts[row], cohort.epochs[row]
+        first, count = cohort.firsts[row], cohort.counts[row]
         own, mine, out = features[first : first + count], labels[first : first + count], updates[row]
         size = min(step.size, count)
-        if given.size:
-            begin = 0
-            for other in range(row):
-                begin += cohort.counts[other] * cohort.epochs[other]
-            orders = given[begin : begin + epochs * count].reshape((epochs, count))
-        else:
-            entropy = words.copy()
-            entropy[-1] = cohort.devices[row]
-            orders = shuffles(entropy, count, epochs)
+        orders = _orders(cohort, row, words, given)
         if cohort.spans[row]:
-            place = cohort.places[row]
-            room = kept[place : place + count * count] if place >= 0 else np.empty(count * count, kept.dtype)
-            inner = room.reshape((count, count))
-            if not cohort.known[row]:
-                gram(own, inner)
-            descend_in_span(own, mine, orders, size, step.rate, step.mu, weights, bias, out, inner)
+            inner_products = _inner_products(cohort, row, own, kept)
+            descend_in_span(own, mine, orders, size, step.rate, step.mu, weights, bias, out, inner_products)
         elif sparsely:
             descend_sparsely(found, first, mine, orders, size, step.rate, step.mu, start, out)
         else:

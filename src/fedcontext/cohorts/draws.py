@@ -1,6 +1,6 @@
 """The batch orders of `plan.orders`, compiled: the same draws without the price of making a NumPy generator.
 
-NumPy's generator for one device and round costs more than ten local steps. This is the same arithmetic: the hash of
+NumPy's generator for one device and round costs as much as several local steps. This is the same arithmetic: the hash of
 `SeedSequence`, the generator PCG64, and the shuffle of `Generator.permutation`. `plan.orders` stays the truth: where
 a NumPy release draws otherwise, `compiled_orders` notices and hands the work back to it.
 """

@@ -15,7 +15,8 @@ from fedcontext.cohorts.crew import Cohort, Step, descend_all
 from fedcontext.cohorts.draws import compiled_orders, entropy
 from fedcontext.cohorts.kernels import sweep
 from fedcontext.cohorts.softmax import weighted_sum
-from fedcontext.cohorts.sparse import Sparse, sparse, sweep_sparsely
+from fedcontext.cohorts.sparse import Sparse, sparse
+from fedcontext.cohorts.sparse_kernels import sweep_sparsely
 from fedcontext.cohorts.vectors import LANES
 from fedcontext.compiling import announced
 from fedcontext.datasets.federated import FederatedData, Samples, Split, is_everyone, judged
@@ -40,6 +41,11 @@ class Side(NamedTuple):
     labels: IntArray
     found: Sparse
 
+    @property
+    def stored(self) -> bool:
+        """Whether that is little enough to be stored."""
+        return self.found.leans.size > 0
+
 
 class SoftmaxFast:
     """Does what `SoftmaxReference` does, to rounding."""
@@ -55,7 +61,7 @@ class SoftmaxFast:
         self._factors: Matrix | None = None  # of each sample, in the last gradient over all devices
         self._ahead: tuple[Matrix, Matrix] | None = None  # params, and that gradient there
         self._wanted = False  # whether it has been asked for since the last evaluation
-        with announced():
+        with announced("the fast engine (about ten seconds)"):
             self._drawn = compiled_orders() is not plan.orders  # whether compiled code can draw the batch orders
             self.train_side, self.test_side = (_side(split) for split in (judged(self.train_split), self.test_split))
             self._nothing = sparse(self.train_side.features[:0])  # of devices whose samples are drawn on demand
@@ -71,34 +77,39 @@ class SoftmaxFast:
         params, split = self._checked(params), self.train_split
         updates = np.empty((len(work.devices), *params.shape), self.dtype)
         if isinstance(split, Split):
-            crew = self._crew(params, work, self.train_side, split.offsets[work.devices], updates)
-            together(crew, len(updates))
-            self._known |= self._places.keys() & set(work.devices.tolist())
+            cohort = self._cohort(work, self.train_side, split.offsets[work.devices])
+            together(self._crew(params, work, self.train_side, cohort, updates), len(updates))
+            self._known.update(cohort.devices[cohort.places >= 0].tolist())
             return list(updates)
 
         def alone(row: int) -> None:
             own = slice(row, row + 1)
             one = replace(work, devices=work.devices[own], epochs=work.epochs[own])
             side = Side(*split.device(int(work.devices[row])), self._nothing)
-            self._crew(params, one, side, np.zeros(1, np.int64), updates[own])()
+            self._crew(params, one, side, self._cohort(one, side, np.zeros(1, np.int64)), updates[own])()
 
         on_all_cores(alone, np.argsort(-work.epochs * split.sizes[work.devices], kind="stable").tolist())
         return list(updates)
 
-    def _crew(self, params: Matrix, work: Work, side: Side, firsts: IntArray, updates: Matrix) -> Callable[[], bool]:
-        """Return a function that trains these devices, called once or by several threads at a time."""
-        devices, epochs = np.ascontiguousarray(work.devices, np.int64), np.ascontiguousarray(work.epochs, np.int64)
+    def _cohort(self, work: Work, side: Side, firsts: IntArray) -> Cohort:
+        """Return the devices with the way that each of them takes, the longest at work first."""
+        devices, epochs = _plain(work.devices, np.int64), _plain(work.epochs, np.int64)
         counts = self.train_split.sizes[devices]
         spans = self._spans(side.found, counts, epochs)
         places, known = np.full(len(counts), -1), np.zeros(len(counts), np.bool_)
-        if side is self.train_side:
-            for row in np.flatnonzero(spans).tolist():
-                places[row] = self._place(int(devices[row]), int(counts[row]))
-                known[row] = devices[row] in self._known
+        writing: set[int] = set()  # a device that is here twice writes its inner products once
+        for row in np.flatnonzero(spans).tolist() if side is self.train_side else ():
+            device = int(devices[row])
+            if device not in writing:
+                places[row], known[row] = self._place(device, int(counts[row])), device in self._known
+                writing |= {device} - self._known
         longest = np.argsort(-epochs * counts, kind="stable")
-        cohort = Cohort(longest, devices, firsts, counts, epochs, spans, places, known)
+        return Cohort(longest, devices, firsts, counts, epochs, spans, places, known)
+
+    def _crew(self, params: Matrix, work: Work, side: Side, cohort: Cohort, updates: Matrix) -> Callable[[], bool]:
+        """Return a function that trains these devices, called once or by several threads at a time."""
         step = Step(work.local.batch_size, float(work.local.learning_rate), float(work.local.mu))
-        orders = np.empty(0, np.int64) if self._drawn else _orders(work, counts)
+        orders = np.empty(0, np.int64) if self._drawn else _orders(work, cohort.counts)
         told = (np.zeros(2, np.int64), cohort, step, entropy(work.seed, work.number), orders, *side)
         return lambda: descend_all(*told, params, self._inner, updates)
 
@@ -107,13 +118,13 @@ class SoftmaxFast:
 
         The inner products are counted even where they are kept already: a result must not depend on what came before.
         """
-        if epochs.max(initial=1) == 1:
+        if epochs.max(initial=1) == 1:  # one epoch never pays
             return np.zeros(len(counts), np.bool_)
         once = an_epoch = 2.0 * self.dimension * self.classes
         if found.leans.size:
             an_epoch = SPARSE_COST * 2 * found.values.size / found.leans.size * -(-self.classes // LANES) * LANES
         in_span = once + counts * (GRAM_COST * self.dimension / 2 + SPAN_COST * self.classes * epochs)
-        return (counts <= SPAN_LIMIT) & (in_span < an_epoch * epochs)
+        return (epochs > 1) & (counts <= SPAN_LIMIT) & (in_span < an_epoch * epochs)
 
     def _place(self, device: int, count: int) -> int:
         """Return where the inner products of a device's samples are to be kept; -1 where there is no room left."""
@@ -182,7 +193,7 @@ class SoftmaxFast:
         shape = (self.dimension + 1, self.classes)
         if params.shape != shape or params.dtype != self.dtype:
             raise FedcontextError(f"params must be {self.dtype} {shape}, got {params.dtype} {params.shape}")
-        return np.ascontiguousarray(params)
+        return _plain(params, self.dtype)
 
     def _compile(self) -> None:
         """Compile every kernel for this dtype, or load it from the cache."""
@@ -205,6 +216,11 @@ def _orders(work: Work, counts: IntArray) -> IntArray:
     return np.concatenate([plan.orders(work.seed, work.number, *each).ravel() for each in told])
 
 
+def _plain(array: Matrix, dtype: npt.DTypeLike) -> Matrix:
+    """Return the array as there is code for: another kind, such as a read-only one, would be compiled for anew."""
+    return np.require(array, dtype, ["C", "A", "W"])
+
+
 def _sealed(array: Matrix, dtype: np.dtype[Any]) -> Matrix:
     view: Matrix = np.ascontiguousarray(array, dtype).view(np.ndarray)
     view.flags.writeable = False
@@ -216,7 +232,7 @@ def _passing(side: Side, params: Matrix) -> Callable[..., tuple[float, int, Matr
 
     def over(rows: slice, factors: Matrix, backwards: bool = True) -> tuple[float, int, Matrix]:
         labels, slope = side.labels[rows], np.empty_like(params)
-        if side.found.leans.size:
+        if side.stored:
             loss, hits = sweep_sparsely(side.found, rows.start, labels, factors, params, slope, backwards)
         else:
             loss, hits = sweep(side.features[rows], labels, factors, params, slope, backwards)

@@ -128,7 +128,7 @@ def residuals(scores: Matrix, classes: int, rows: IntArray, labels: IntArray, fa
 def sweep(
     features: Matrix, labels: IntArray, factors: Matrix, params: Matrix, slope: Matrix, backwards: bool
 ) -> tuple[float, int]:
-    """Return the sum of losses and the hits at ``params``; if ``backwards``, write Σ factors · gradients."""
+    """Return the sum of losses and the hits at ``params``; write Σ factors · gradients if ``backwards``, else zeros."""
     weights, bias = by_class(params)
     count, classes, pull = labels.size, bias.size, np.zeros_like(weights)
     scores, rows = np.empty((SWEEP, classes), weights.dtype), np.arange(count)
@@ -176,8 +176,8 @@ def descend(
             factors.fill(-rate / rows.size)
             residuals(own, classes, rows, labels, factors)
             if mu:
-                _draw_back(weights, first, pull)
-                _draw_back(bias.reshape(1, -1), first_bias.reshape(1, -1), pull)
+                draw_back(weights.reshape(-1), first.reshape(-1), pull)
+                draw_back(bias, first_bias, pull)
             add_rows(weights, features, rows, own)
             _add_columns(bias, own)
     for c in range(classes):
@@ -195,11 +195,10 @@ def _put(out: Matrix, weights: Matrix) -> None:
 
 
 @inner
-def _draw_back(weights: Matrix, origin: Matrix, pull: float) -> None:
-    """Move the weights towards their origin by this share: the proximal term's part of a step."""
-    for c in range(weights.shape[0]):
-        for j in range(weights.shape[1]):
-            weights[c, j] += pull * (origin[c, j] - weights[c, j])
+def draw_back(values: Matrix, origin: Matrix, pull: float) -> None:
+    """Move flat values towards their origin by this share: the proximal term's part of a step."""
+    for x in range(values.size):
+        values[x] += pull * (origin[x] - values[x])
 
 
 @inner
@@ -252,8 +251,8 @@ def descend_in_span(
             factors.fill(-rate / rows.size)
             residuals(own, classes, rows, labels, factors)
             if mu:
-                _draw_back(scores, origin, pull)
-                _draw_back(coefficients, nothing, pull)
+                draw_back(scores.reshape(-1), origin.reshape(-1), pull)
+                draw_back(coefficients.reshape(-1), nothing.reshape(-1), pull)
             add_rows(scores, inner, rows, own)
             for i in range(rows.size):
                 for c in range(classes):

@@ -19,7 +19,7 @@ TOGETHER = 4  # entries that are multiplied side by side, each into sums of its 
 _FUSED = ("contract",)
 
 
-def _add_products(
+def _put_products(
     context: Any, values: Any, columns: Any, begin: Any, end: Any, weights: Any, origin: Any, out: Any, place: Any
 ) -> tuple[Any, Callable[..., Any]]:
     """out[place:] = Σ values[t] · weights[origin + 16 columns[t]:] over t from begin to end, TOGETHER at a time.
@@ -173,7 +173,7 @@ class _Entries(_Vectors):
         return self.pointer(self.builder.gep(self.weights, [offset]))
 
 
-add_products: Any = intrinsic(_add_products)
+put_products: Any = intrinsic(_put_products)
 add_to_rows: Any = intrinsic(_add_to_rows)
 put_row: Any = intrinsic(_put_row)
 move: Any = intrinsic(_move)
