@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from fedcontext.cohorts.sparse import Sparse, sparse
 from fedcontext.cohorts.sparse_kernels import sweep_sparsely
 from fedcontext.cohorts.vectors import LANES
 from fedcontext.compiling import announced
-from fedcontext.datasets.federated import FederatedData, Samples, Split, is_everyone, judged
+from fedcontext.datasets.federated import FederatedData, Samples, Split, is_everyone, join, judged
 from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray
 from fedcontext.threads import on_all_cores, together
@@ -74,22 +73,20 @@ class SoftmaxFast:
     def train(self, params: Matrix, work: Work) -> list[Matrix]:
         """Return each device's update: mini-batch SGD on F_k(w) + (μ/2)‖w - wᵗ‖² from ``params``."""
         work.local.check_plain("fast")
-        params, split = self._checked(params), self.train_split
+        params, (side, firsts) = self._checked(params), self._samples(work.devices)
         updates = np.empty((len(work.devices), *params.shape), self.dtype)
-        if isinstance(split, Split):
-            cohort = self._cohort(work, self.train_side, split.offsets[work.devices])
-            together(self._crew(params, work, self.train_side, cohort, updates), len(updates))
-            self._known.update(cohort.devices[cohort.places >= 0].tolist())
-            return list(updates)
-
-        def alone(row: int) -> None:
-            own = slice(row, row + 1)
-            one = replace(work, devices=work.devices[own], epochs=work.epochs[own])
-            side = Side(*split.device(int(work.devices[row])), self._nothing)
-            self._crew(params, one, side, self._cohort(one, side, np.zeros(1, np.int64)), updates[own])()
-
-        on_all_cores(alone, np.argsort(-work.epochs * split.sizes[work.devices], kind="stable").tolist())
+        cohort = self._cohort(work, side, firsts)
+        together(self._crew(params, work, side, cohort, updates), len(updates))
+        self._known.update(cohort.devices[cohort.places >= 0].tolist())
         return list(updates)
+
+    def _samples(self, devices: IntArray) -> tuple[Side, IntArray]:
+        """Return samples among which are those of these devices, and where each device's begin."""
+        split = self.train_split
+        if isinstance(split, Split) or not len(devices):
+            return self.train_side, judged(split).offsets[devices]
+        drawn = join(on_all_cores(split.device, devices.tolist())).each(self._laid_out)
+        return Side(drawn.features, drawn.labels, self._nothing), drawn.offsets[:-1]
 
     def _cohort(self, work: Work, side: Side, firsts: IntArray) -> Cohort:
         """Return the devices with the way that each of them takes, the longest at work first."""
