@@ -328,3 +328,15 @@ def test_tensors_that_are_cut_give_the_sums_of_whole_ones():
     torch.testing.assert_close(cut.params, whole.params)
     assert not cut.params.requires_grad
     np.testing.assert_allclose(cut.geometry.gram, whole.geometry.gram)
+
+
+def test_tied_weights_cannot_be_written_in_place():
+    tied = torch.randn(30, 30)
+    params, update = {"emb": tied, "out": tied}, {"emb": torch.ones(30, 30), "out": torch.ones(30, 30)}
+    with pytest.raises(fc.FedcontextError, match="out: leaf 'emb' shares memory with leaf 'out'"):
+        fc.aggregate(params, [update], rule=fc.mean(), out=params)
+    result = fc.aggregate(params, [update], rule=fc.mean()).params
+    torch.testing.assert_close(result["out"], tied + 1)
+    pair = {"a": np.zeros(3), "b": np.ones(3)}
+    with pytest.raises(fc.FedcontextError, match="shares memory"):
+        fc.aggregate(pair, [pair], rule=fc.mean(), out={"a": pair["b"], "b": pair["a"]})

@@ -106,7 +106,7 @@ BAD = {
     "k2 word": (["run", "--k2", "some"], "k2 must be a whole number"),
     "over-selection": (["run", "--over-select", "nan"], "over_select must be 0 or more"),
     "mu of a later algorithm": (["compare", "--mu", "-1"], "mu must be 0 or more"),
-    "everyone on demand": (["run", "--dataset", "synthetic-1-1-50"], "give k2 as a number"),
+    "everyone on demand": (["run", "--dataset", "synthetic-1-1-50"], "give k2 and pool as numbers"),
     "out is a file": (["run", "--out", "odd.toml", "--rounds", "1"], "odd.toml"),
     "epochs": (["run", "--epochs", "5..1"], "epochs must be a range"),
     "epochs word": (["run", "--epochs", "1-20"], "epochs must be a whole number"),

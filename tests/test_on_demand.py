@@ -50,10 +50,17 @@ def test_models_are_judged_by_devices_that_stay_the_same():
 def test_asking_all_devices_at_once_is_refused(engine):
     assert engine in ENGINES
     drawn = engine_named(engine, synthetic(1, 1, devices=200, on_demand=True))
-    with pytest.raises(fc.FedcontextError, match="all its 200 devices at once: give k2 as a number"):
+    with pytest.raises(fc.FedcontextError, match="all its 200 devices at once: give k2 and pool as numbers"):
         drawn.gradient(drawn.start(), np.arange(200), np.full(200, 1 / 200))
 
 
 def test_no_devices_are_refused():
     with pytest.raises(fc.FedcontextError, match="at least 1 device, got 0"):
         fc.load("synthetic-1-1-0")
+
+
+def test_a_pool_of_everyone_is_refused():
+    settings = {"dataset": "synthetic-1-1-200", "algorithm": "fedavg-expected", "rounds": 1, "k2": 0}
+    with pytest.raises(fc.FedcontextError, match="give k2 and pool as numbers"):
+        list(fc.rounds(**settings))
+    assert len(list(fc.rounds(**settings, pool=3))) == 1

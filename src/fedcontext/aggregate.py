@@ -166,7 +166,9 @@ def _moved(name: str, leaf: Array, report: Report, weights: FloatArray, scratch:
             return result
     except OverflowError:  # of integers
         pass
-    raise FedcontextError(f"the new {leaf_name(name)} overflows {leaf.dtype}: the step is too long")
+    raise FedcontextError(
+        f"the new {leaf_name(name).removeprefix('the ')} overflows {leaf.dtype}: the step is too long"
+    )
 
 
 def _combined(

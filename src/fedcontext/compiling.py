@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numba
 from numba.core import event
@@ -24,13 +24,15 @@ inner: Callable[[Function], Function] = _njit(no_cpython_wrapper=True, no_cfunc_
 class _Word(event.Listener):
     """Says on standard error, once, that something is being compiled."""
 
+    said: ClassVar[set[str]] = set()
+
     def __init__(self, what: str) -> None:
-        self.what, self.said = what, False
+        self.what = what
 
     def on_start(self, event: Any) -> None:
-        if not self.said:
+        if self.what not in self.said:
             print(f"compiling {self.what} for this machine, once ...", file=sys.stderr)
-            self.said = True
+            self.said.add(self.what)
 
     def on_end(self, event: Any) -> None:
         pass

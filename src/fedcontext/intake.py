@@ -89,7 +89,30 @@ def take_targets(base: Leaves, out: Structure) -> Leaves:
             raise FedcontextError(
                 f"out: {leaf_name(name)} cannot be written in place: give a contiguous, writable array"
             )
+    _check_apart(base, targets)
     return targets
+
+
+def _check_apart(base: Leaves, targets: Leaves) -> None:
+    """Refuse a target in the memory of another leaf, such as tied weights: a leaf must be read before it is written."""
+    read = {name: _memory(leaf) for name, leaf in base.items()}
+    write = {name: _memory(leaf) for name, leaf in targets.items()}
+    for name, (start, stop) in write.items():
+        for other in base:
+            if other != name and any(start < last and first < stop for first, last in (read[other], write[other])):
+                raise FedcontextError(
+                    f"out: {leaf_name(name)} shares memory with {leaf_name(other)} (tied weights?): leave out= out, and "
+                    "copy the result"
+                )
+
+
+def _memory(leaf: Array) -> tuple[int, int]:
+    """Return where an array begins and ends in memory; nowhere where nothing can be written."""
+    if hasattr(leaf, "data_ptr"):
+        return leaf.data_ptr(), leaf.data_ptr() + leaf.numel() * leaf.element_size()
+    if isinstance(leaf, np.ndarray):
+        return leaf.ctypes.data, leaf.ctypes.data + leaf.nbytes
+    return 0, 0
 
 
 def choose(what: str, chosen: Iterable[str | int], base: Leaves) -> set[str]:

@@ -89,6 +89,8 @@ class Simulation:
         experiment, needs = self.experiment, self.algorithm.rule.needs
         everyone = self.data.population
         outside = everyone - min(experiment.devices_per_round, everyone)
+        if "pool" in needs and experiment.pool == "N":
+            is_everyone(self.data.train, np.arange(everyone))  # refuses what is made on demand
         plan = plan_round(
             experiment.seed,
             number,
