@@ -49,11 +49,11 @@ from fedcontext.local import sgd
 from fedcontext.plan import batches, plan_round
 
 SHAPE, CLASSES, BATCH, RATE, SEED = (3, 32, 32), 10, 10, 0.01, 0
-AT_ONCE = {"at_once": True, "speed": "graph"}
-COMPILED = {"at_once": True, "speed": "compile"}
+AT_ONCE = {"at_once": True, "speed": "graph", "convolutions": "library"}
+COMPILED = {**AT_ONCE, "speed": "compile"}
 VARIANTS: dict[str, dict] = {
     "one by one": {"at_once": False},
-    "vmap": {"at_once": True, "speed": "plain"},
+    "vmap": {**AT_ONCE, "speed": "plain"},
     "graph": AT_ONCE,
     "graph unfold": {**AT_ONCE, "convolutions": "unfold"},
     "graph tf32": {**AT_ONCE, "precision": "tf32"},
@@ -66,6 +66,10 @@ VARIANTS: dict[str, dict] = {
     "compile unfold bfloat16": {**COMPILED, "convolutions": "unfold", "precision": "bfloat16"},
     "compile slices": {**COMPILED, "convolutions": "slices"},
     "search slices": {**COMPILED, "speed": "search", "convolutions": "slices"},
+    "graph fused": {**AT_ONCE, "convolutions": "fused"},
+    "compile fused": {**COMPILED, "convolutions": "fused"},
+    "search fused": {**COMPILED, "speed": "search", "convolutions": "fused"},
+    "compile fused tf32": {**COMPILED, "convolutions": "fused", "precision": "tf32"},
     "compile slices tf32": {**COMPILED, "convolutions": "slices", "precision": "tf32"},
     "compile slices bfloat16": {**COMPILED, "convolutions": "slices", "precision": "bfloat16"},
     "compile tf32": {**COMPILED, "precision": "tf32"},

@@ -30,7 +30,7 @@ OUT_OF_MEMORY = torch.cuda.OutOfMemoryError
         ({"device": "tpu"}, "device must be auto, cpu or cuda, got 'tpu'"),
         ({"speed": "warp"}, "speed must be one of auto, plain, graph, compile, search, got 'warp'"),
         ({"precision": "half"}, "precision must be full, tf32 or bfloat16, got 'half'"),
-        ({"convolutions": "fft"}, "convolutions must be one of library, unfold, slices, got 'fft'"),
+        ({"convolutions": "fft"}, "convolutions must be one of auto, library, unfold, slices, fused, got 'fft'"),
         ({"chunk": 0}, "chunk must be at least 1, got 0"),
         ({"module": with_batch_norm, "at_once": True}, r"BatchNorm1d \(1\) cannot train all at once: use GroupNorm"),
     ],
@@ -156,10 +156,10 @@ def little_memory(monkeypatch):
     run = Stage.run
 
     def allow(width):
-        def limited(self, params, steps, learning_rate):
+        def limited(self, steps, learning_rate):
             if steps.devices() > width:
                 raise OUT_OF_MEMORY("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            return run(self, params, steps, learning_rate)
+            return run(self, steps, learning_rate)
 
         monkeypatch.setattr(Stage, "run", limited)
 

@@ -10,9 +10,10 @@ require("torch", extra="torch")
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-Convolutions: TypeAlias = Literal["library", "unfold", "slices"]
+Convolutions: TypeAlias = Literal["auto", "library", "unfold", "slices", "fused"]
 
 
+CHANNELS = 16  # fused convolutions take multiples of this
 WIDE = 64  # numbers that an output is made of, from which one product a device is faster than one a sample
 
 
@@ -62,13 +63,48 @@ class _Sliced(_Product):
         return products.reshape(len(products), len(x), height * width).transpose(0, 1)
 
 
+class _Fused(_Sliced):
+    """Gathered and multiplied in one kernel, on a GPU and where there is a kernel; else from slices."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (x.is_cuda and x.dtype == torch.float32 and self._has_kernel(x)):
+            return super().forward(x)
+        from fedcontext.cohorts.fused import convolution  # Triton comes with PyTorch for GPUs alone
+
+        result = convolution(x, self.weight, int(self.padding[0]), int(self.padding[1]))
+        return result if self.bias is None else result + self.bias[:, None, None]
+
+    def _has_kernel(self, x: Tensor) -> bool:
+        still = {*self.stride, *self.dilation} == {1}
+        within = all(int(self.padding[i]) < self.kernel_size[i] for i in (0, 1))  # outputs twice as wide at most
+        channels = self.in_channels % CHANNELS == self.out_channels % CHANNELS == 0
+        return still and within and channels and x.numel() * max(1, 4 * self.out_channels // self.in_channels) < 2**31
+
+
+def fused_obstacle(device: torch.device) -> str | None:
+    """Return why fused convolutions cannot be had on a device, or None.
+
+    >>> fused_obstacle(torch.device("cpu"))
+    'they need a GPU'
+    """
+    if device.type != "cuda":
+        return "they need a GPU"
+    try:
+        from fedcontext.cohorts.fused import obstacle
+    except FedcontextError as error:
+        return str(error)
+    return obstacle(device)
+
+
 def converted(module: nn.Module, convolutions: Convolutions) -> nn.Module:
     """Return ``module`` with its plain 2-d convolutions computed in the way asked for; names and values stay.
+
+    "auto" leaves them to the library: whoever knows how the module will train may convert it again.
 
     >>> converted(nn.Conv2d(1, 2, 3), "unfold")(torch.zeros(5, 1, 8, 8)).shape
     torch.Size([5, 2, 6, 6])
     """
-    kinds = {"library": nn.Conv2d, "unfold": _Unfolded, "slices": _Sliced}
+    kinds = {"auto": nn.Conv2d, "library": nn.Conv2d, "unfold": _Unfolded, "slices": _Sliced, "fused": _Fused}
     if convolutions not in kinds:
         raise FedcontextError(f"convolutions must be one of {', '.join(kinds)}, got {convolutions!r}")
     for child in module.modules():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 
 from fedcontext.arrays import FloatArray
-from fedcontext.cohorts.convolutions import Convolutions
+from fedcontext.cohorts.convolutions import Convolutions, converted, fused_obstacle
 from fedcontext.cohorts.learner import Learner, Loss, Params, Precision, cross_entropy, device_named, first_line, seeded
 from fedcontext.cohorts.models import model_named
 from fedcontext.cohorts.stacked import AtOnce, in_chunks, obstacle
@@ -47,7 +47,9 @@ class ModuleEngine:
             kernel tried out for each matrix product: minutes to start); auto is graph on a GPU. What cannot be had
             falls back with a warning.
         precision: of training: full (the module's own), tf32, or bfloat16 (params and updates stay in the module's own).
-        convolutions: library, or as matrix products over columns made by unfold or slices.
+        convolutions: library; as matrix products over columns made by unfold or slices; or fused, gathered and
+            multiplied in one kernel (on a GPU, and where there is a kernel; else slices). auto is fused where devices
+            train at once on a GPU that can, else library.
 
     >>> import fedcontext as fc
     >>> data = fc.load("synthetic-iid")
@@ -72,7 +74,7 @@ class ModuleEngine:
         chunk: int | None = None,
         speed: Speed = "auto",
         precision: Precision = "full",
-        convolutions: Convolutions = "library",
+        convolutions: Convolutions = "auto",
         seed: int = 0,
     ) -> None:
         if speed not in get_args(Speed):
@@ -100,6 +102,10 @@ class ModuleEngine:
             raise FedcontextError(hindrance)
         on_gpu = self.learner.device.type == "cuda"
         self.at_once = on_gpu and not hindrance if at_once is None else at_once
+        if convolutions == "auto" and self.at_once and fused_obstacle(self.learner.device) is None:
+            converted(self.learner.module, "fused")
+        if convolutions == "fused" and on_gpu and (hindrance := fused_obstacle(self.learner.device)):
+            raise FedcontextError(f"convolutions='fused' is not to be had here ({hindrance}): take 'slices'")
         self.stacked = AtOnce(self.learner, self.split, chunk, speed)
         self.buffers = self.learner.constants  # leaves for the door to average: no gradient moves them
         self.rows = max(16, min(4096, PASS.get(self.learner.device.type, 2**20) // max(1, data.dimension)))

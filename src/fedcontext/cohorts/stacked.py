@@ -70,6 +70,7 @@ class AtOnce:
         self.learner, self.split, self.chunk = learner, split, chunk
         self.speed: Speed = speed if speed != "auto" else "graph" if learner.device.type == "cuda" else "plain"
         self.stage: Stage | None = None
+        self.length = 0  # steps of the longest work so far
 
     def train(self, params: Params, work: Work) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
         """Return each device's update of the trainable leaves, and whether all of it is finite."""
@@ -96,15 +97,16 @@ class AtOnce:
     @torch.no_grad()
     def _run(self, params: Params, work: Work, chosen: list[int]) -> Stack:
         size = min(work.local.batch_size, int(self.split.sizes.max()))
+        self.length = max(self.length, int((work.epochs * -(-self.split.sizes[work.devices] // size)).max()))
         stage = self.stage
-        if stage is None or not stage.fits(len(chosen), size, work.local):
+        if stage is None or not stage.fits(len(chosen), size, self.length, work.local):
             self.stage = stage = None  # free its places before new ones are taken
-            stage = Stage(self.learner, params, len(chosen), size, work.local, self.speed)
+            stage = Stage(self.learner, params, len(chosen), size, self.length, work.local, self.speed)
         stage.load(params)  # the GPU works on this while the steps are planned
         steps = plan_steps(work, chosen, self.split, size, self.learner)
         draw = generator(work.seed, work.number, Stream.DROPOUT, int(work.devices[chosen[0]]))
         with self.learner.mode(training=True), seeded(self.learner.device, int(draw.integers(2**62))):
-            result = stage.run(params, steps, work.local.learning_rate)
+            result = stage.run(steps, work.local.learning_rate)
         self.stage, self.speed = stage, stage.speed  # what could not be had is not tried again
         return result
 
@@ -139,7 +141,7 @@ class AtOnce:
             real = within < sizes[:count, None]
             at = torch.from_numpy(offsets[:count, None] + np.where(real, within, 0)).to(self.learner.device)
             shares = torch.from_numpy(real / sizes[:count, None]).to(self.learner.device, self.learner.dtype)
-            slopes = of_each(own, constants, self.learner.features[at], self.learner.labels[at], shares)
+            slopes = of_each(own, {}, constants, self.learner.features[at], self.learner.labels[at], shares)
             for name, total in totals.items():
                 total[:count] += slopes[name]
         return totals

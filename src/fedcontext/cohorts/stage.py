@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
+from fedcontext.cohorts.factors import layers_of_low_rank
 from fedcontext.cohorts.learner import Learner, Params, first_line
 from fedcontext.datasets.federated import Split
 from fedcontext.errors import require
@@ -68,27 +69,47 @@ def plan_steps(work: Work, chosen: list[int], split: Split, size: int, learner: 
 
 
 def stacked_gradients(learner: Learner, own: bool) -> Callable[..., Stack]:
-    """Return the function to each device's gradient of its weighted loss; at its own params, or at one set for all."""
+    """Return the function to each device's gradient of its weighted loss; at its own params, or at one set for all.
 
-    def loss(params: Stack, constants: Stack, features: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
-        return (learner.losses({**params, **constants}, features, labels) * shares).sum()
+    Beside params that are moved it takes some of each device's own that are not, and some that all have in common.
+    """
+
+    def loss(params: Stack, held: Stack, constants: Stack, features: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
+        return (learner.losses({**params, **held, **constants}, features, labels) * shares).sum()
 
     each = torch.func.grad(loss)
-    return torch.vmap(each, in_dims=(0 if own else None, None, 0, 0, 0), randomness="different")
+    return torch.vmap(each, in_dims=(0 if own else None, 0, None, 0, 0, 0), randomness="different")
 
 
 class Stage:
-    """Places for the stacked models of up to ``width`` devices, and the step that moves them all."""
+    """Places for the stacked models of up to ``width`` devices, and the step that moves them all.
 
-    def __init__(self, learner: Learner, params: Params, width: int, size: int, local: Local, speed: Speed) -> None:
-        self.learner, self.width, self.local, self.speed = learner, width, local, speed
-        self.own = {name: params[name].expand(width, *params[name].shape).clone() for name in learner.trainable}
-        self.velocity = {name: torch.zeros_like(own) for name, own in self.own.items()} if local.momentum else {}
+    Layers whose weights up to ``length`` steps change by less than a full rank keep factors in their place (`factors`).
+    """
+
+    def __init__(
+        self, learner: Learner, params: Params, width: int, size: int, length: int, local: Local, speed: Speed
+    ) -> None:
+        self.learner, self.width, self.length, self.local, self.speed = learner, width, length, local, speed
+        self.layers = layers_of_low_rank(learner, length * size)
         self.anchor = {name: params[name].clone() for name in params}
+        self.inputs: Stack = {}
+        for layer in self.layers:
+            weight = self.anchor[f"{layer}.weight"]
+            self.anchor[f"{layer}.share"] = weight.new_ones(())
+            self.anchor[f"{layer}.slopes"] = weight.new_zeros((length * size, weight.shape[0]))
+            self.inputs[layer] = weight.new_zeros((width, length * size, weight.shape[1]))
+        self.whole = [name for name in learner.trainable if name.removesuffix(".weight") not in self.layers]
+        self.kept = [f"{layer}.{place}" for layer in self.layers for place in ("share", "slopes")]
+        self.own = {
+            name: self.anchor[name].expand(width, *self.anchor[name].shape).clone() for name in self.whole + self.kept
+        }
+        self.velocity = {name: torch.zeros_like(own) for name, own in self.own.items()} if local.momentum else {}
         self.rows = torch.zeros((width, size), dtype=torch.int64, device=learner.device)
         self.shares = torch.zeros((width, size), dtype=learner.dtype, device=learner.device)
         self.rates = torch.zeros(width, dtype=learner.dtype, device=learner.device)
-        self.step: Callable[..., None] = self._step
+        self.places = torch.arange(size, device=learner.device)  # of a step's samples among the factors
+        self.step: Callable[..., Stack] = self._step
         compiled = speed in ("compile", "search")
         if compiled:
             options: dict[str, str | int | bool | Callable[..., object]] = {"max_autotune_gemm": speed == "search"}
@@ -99,17 +120,19 @@ class Stage:
         self.replays: dict[int, Callable[[], None]] = {}
         self.graphs: list[torch.cuda.CUDAGraph] = []  # all share the first one's scratch memory
 
-    def fits(self, width: int, size: int, local: Local) -> bool:
+    def fits(self, width: int, size: int, length: int, local: Local) -> bool:
         """Return whether the work of these devices can be done in these places; any learning rate can."""
         same = replace(local, learning_rate=self.local.learning_rate) == self.local
-        return same and width <= self.width and self.rows.shape[1] == size
+        return (
+            same and width <= self.width and self.rows.shape[1] == size and (length <= self.length or not self.layers)
+        )
 
-    def run(self, params: Params, steps: Steps, learning_rate: float) -> Stack:
+    def run(self, steps: Steps, learning_rate: float) -> Stack:
         """Return the updates of the devices in ``steps``, from where `load` has put them."""
         counts = [next(count for count in self.counts if count >= active) for active in steps.active]
         for count in sorted(set(counts) - self.replays.keys()):
             self.replays[count] = self._recorded(count)
-            self.load(params)  # recording takes steps
+            self._start()  # recording takes steps
         self.rates.fill_(learning_rate)
         devices = steps.devices()
         for step, (active, count) in enumerate(zip(steps.active, counts, strict=True)):
@@ -117,26 +140,43 @@ class Stage:
             self.shares[:devices].copy_(steps.shares[step])
             self.rates[active:].zero_()
             self.replays[count]()
-        return {name: own[:devices] - params[name] for name, own in self.own.items()}
+            self.places += self.places.numel()
+        return {name: self._moved(name, devices) for name in self.learner.trainable}
 
     def load(self, params: Params) -> None:
         """Put every device at ``params``, at rest."""
+        for name, leaf in params.items():
+            self.anchor[name].copy_(leaf)
+        self._start()
+
+    def _start(self) -> None:
         for name, own in self.own.items():
-            own.copy_(params[name].expand_as(own))
-        for name, anchor in self.anchor.items():
-            anchor.copy_(params[name])
-        for velocity in self.velocity.values():
-            velocity.zero_()
-        self.shares.zero_()
+            own.copy_(self.anchor[name])
+        for leaf in (*self.velocity.values(), *self.inputs.values(), self.shares):
+            leaf.zero_()
+        torch.arange(self.places.numel(), out=self.places)
+
+    def _moved(self, name: str, devices: int) -> Tensor:
+        """Return (devices, ...): what the steps have added to a leaf."""
+        if name in self.whole:
+            return self.own[name][:devices] - self.anchor[name]
+        layer = name.removesuffix(".weight")
+        moved = self.own[f"{layer}.slopes"][:devices].mT @ self.inputs[layer][:devices]
+        if self.local.mu or self.local.weight_decay:
+            moved += (self.own[f"{layer}.share"][:devices, None, None] - 1) * self.anchor[name]
+        return moved
 
     def _recorded(self, count: int) -> Callable[[], None]:
         """Return the step of the first ``count`` devices as fast as asked for, or as possible (with a warning)."""
-        own = {name: tensor[:count] for name, tensor in self.own.items()}
-        velocity = {name: tensor[:count] for name, tensor in self.velocity.items()}
-        inputs = (self.rows[:count], self.shares[:count], self.rates[:count])
+        own, velocity, inputs = (
+            {name: tensor[:count] for name, tensor in stack.items()} for stack in (self.own, self.velocity, self.inputs)
+        )
+        given = (self.rows[:count], self.shares[:count], self.rates[:count], self.places)
 
         def step() -> None:
-            self.step(own, velocity, self.anchor, *inputs, self.learner.features, self.learner.labels)
+            found = self.step(own, velocity, inputs, self.anchor, *given, self.learner.features, self.learner.labels)
+            for layer, rows in found.items():  # not in the step: a compiler would copy all to change some
+                inputs[layer].index_copy_(1, self.places, rows)
 
         if self.speed == "plain":
             return step
@@ -153,17 +193,35 @@ class Stage:
         self,
         own: Stack,
         velocity: Stack,
+        inputs: Stack,
         anchor: Stack,
         rows: Tensor,
         shares: Tensor,
         rates: Tensor,
+        places: Tensor,
         features: Tensor,
         labels: Tensor,
-    ) -> None:
-        """Take one local step in place, as `Local` describes it; a rate of 0 leaves a device where it is."""
-        local, constants = self.local, {name: anchor[name] for name in self.learner.constants}
-        slopes = stacked_gradients(self.learner, own=True)(own, constants, features[rows], labels[rows], shares)
-        scales = _clipping(slopes, local.clip) if local.clip else None
+    ) -> Stack:
+        """Take one local step in place, as `Local` describes it; a rate of 0 leaves a device where it is.
+
+        Return the inputs of the layers that keep factors.
+        """
+        local = self.local
+        common = {
+            name: anchor[name] for name in [*self.learner.constants, *(f"{layer}.weight" for layer in self.layers)]
+        }
+        held = {name: own[name] for name in self.kept} | {f"{layer}.inputs": inputs[layer] for layer in self.layers}
+        moved = {name: own[name] for name in self.whole}
+        for layer in self.layers:  # what is found as their slopes are the factors of the weights' ones
+            out, into = anchor[f"{layer}.weight"].shape
+            moved[f"{layer}.slope"], moved[f"{layer}.input"] = (shares.new_zeros((*rows.shape, n)) for n in (out, into))
+        slopes = stacked_gradients(self.learner, own=True)(moved, held, common, features[rows], labels[rows], shares)
+        scales = _clipping(slopes, self.layers, local.clip) if local.clip else None
+        for layer in self.layers:
+            slopes[f"{layer}.share"] = torch.zeros_like(rates)
+            slopes[f"{layer}.slopes"] = torch.zeros_like(own[f"{layer}.slopes"]).index_copy(
+                1, places, slopes[f"{layer}.slope"]
+            )
         for name, tensor in own.items():
             slope = slopes[name] if scales is None else slopes[name] * _along(scales, tensor)
             if local.weight_decay:
@@ -173,6 +231,7 @@ class Stage:
             if local.momentum:
                 slope = velocity[name].mul_(local.momentum).add_(slope)
             tensor.addcmul_(slope, _along(rates, tensor), value=-1)
+        return {layer: slopes[f"{layer}.input"] for layer in self.layers}
 
 
 def _graph(step: Callable[[], None], others: list[torch.cuda.CUDAGraph]) -> Callable[[], None]:
@@ -190,9 +249,17 @@ def _graph(step: Callable[[], None], others: list[torch.cuda.CUDAGraph]) -> Call
     return graph.replay
 
 
-def _clipping(slopes: Stack, clip: float) -> Tensor:
+def _clipping(slopes: Stack, layers: list[str], clip: float) -> Tensor:
     """Return (C,) what each device's gradient is scaled by to have a norm of at most ``clip``."""
-    squares = [slope.flatten(1).square().sum(dim=1) if slope.ndim > 1 else slope.square() for slope in slopes.values()]
+    factors = {f"{layer}.{place}" for layer in layers for place in ("slope", "input")}
+    squares = [
+        slope.flatten(1).square().sum(dim=1) if slope.ndim > 1 else slope.square()
+        for name, slope in slopes.items()
+        if name not in factors
+    ]
+    for layer in layers:
+        one, other = slopes[f"{layer}.slope"], slopes[f"{layer}.input"]
+        squares.append(((one @ one.mT) * (other @ other.mT)).sum(dim=(1, 2)))
     norms = torch.stack(squares).sum(dim=0).sqrt()
     return (clip / (norms + NORM_FLOOR)).clamp(max=1)
 
