@@ -45,7 +45,10 @@ def apart(ours, theirs):
 def test_kernels_and_their_gradients_are_the_librarys(inputs, outputs, sides, kernel, around):
     devices, samples = 2, 3
     x, kernels = some(devices, samples, inputs, *sides), some(devices, outputs, inputs, *kernel, seed=1)
-    ways = partial(fused.convolution, up=around[0], left=around[1]), partial(nn.functional.conv2d, padding=around)
+    ways = (
+        partial(fused.convolution, up=around[0], left=around[1]),
+        lambda x, kernels: nn.functional.conv2d(x.double(), kernels.double(), padding=around),
+    )
     for shared in (False, True):  # kernels of each device's own, and one for all
         own = kernels[0] if shared else kernels
         ours, theirs = (
