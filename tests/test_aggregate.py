@@ -340,3 +340,45 @@ def test_tied_weights_cannot_be_written_in_place():
     pair = {"a": np.zeros(3), "b": np.ones(3)}
     with pytest.raises(fc.FedcontextError, match="shares memory"):
         fc.aggregate(pair, [pair], rule=fc.mean(), out={"a": pair["b"], "b": pair["a"]})
+
+
+@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+@given(starts=st.lists(st.integers(0, 30), min_size=3, max_size=3))
+def test_out_is_apart_from_what_is_read_or_exactly_its_leaf_or_refused(library, starts):
+    """All three are ten entries of one buffer: only a shift by less than ten can mix them."""
+    buffer = np.random.default_rng(0).standard_normal(40)
+    params, update, out = (library(buffer)[start : start + 10] for start in starts)
+    fresh = fc.aggregate(params, [update], rule=fc.mean()).params
+    if any(0 < abs(start - starts[2]) < 10 for start in starts):
+        before = buffer.copy()
+        with pytest.raises(FedcontextError, match=r"out: the array shares memory with the array of (params|device 0)"):
+            fc.aggregate(params, [update], rule=fc.mean(), out=out)
+        np.testing.assert_array_equal(buffer, before)
+    else:
+        fc.aggregate(params, [update], rule=fc.mean(), out=out)
+        np.testing.assert_array_equal(np.asarray(out), np.asarray(fresh))
+
+
+@pytest.mark.parametrize("rows", [3, 2**9], ids=["small", "compiled"])
+@pytest.mark.parametrize("library", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+def test_a_leaf_in_another_order_or_under_another_name_is_no_place_in_place(library, rows):
+    square = library(np.arange(rows * rows, dtype=np.float32).reshape(rows, rows))
+    moves = [library(np.full((rows, rows), k, np.float32)) for k in range(4)]
+    with pytest.raises(FedcontextError, match="shares memory with the array of params"):
+        fc.aggregate(square.T, moves, rule=fc.mean(), out=square)
+    with pytest.raises(FedcontextError, match="shares memory with the array of device far"):
+        fc.aggregate(square, {"near": moves[0], "far": moves[1].T}, rule=fc.mean(), out=moves[1])
+    named = [{"a": moves[0], "b": moves[1]}, {"a": moves[2], "b": moves[3]}]
+    with pytest.raises(FedcontextError, match="out: leaf 'a' shares memory with leaf 'b' of device 1"):
+        fc.aggregate(named[0], named, rule=fc.mean(), out={"a": moves[3], "b": moves[1]})
+    fc.aggregate(square, moves, rule=fc.mean(), out=moves[3])
+    np.testing.assert_array_equal(np.asarray(moves[3]), np.asarray(square) + 1.5)
+
+
+def test_leaves_of_one_buffer_can_be_written_in_place():
+    """As in systems that keep the model and all updates as rows of one matrix."""
+    rows = np.random.default_rng(1).standard_normal((3, 12))
+    params, *updates = [{"weight": row[:9].reshape(3, 3), "none": row[9:9], "bias": row[9:]} for row in rows]
+    fresh = fc.aggregate(params, updates, rule=fc.mean()).params
+    fc.aggregate(params, updates, rule=fc.mean(), out=params)
+    np.testing.assert_array_equal(flat(params), flat(fresh))
