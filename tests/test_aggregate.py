@@ -218,41 +218,6 @@ def test_extra_memory_is_bounded_whatever_the_size(tmp_path):
     assert peak < 64 * 2**20
 
 
-def test_updates_may_be_memory_mapped_files(tmp_path):
-    safetensors = pytest.importorskip("safetensors.numpy")
-    updates = [model(1), model(2)]
-    paths = [tmp_path / f"{k}.safetensors" for k in range(2)]
-    for path, update in zip(paths, updates, strict=True):
-        safetensors.save_file(update, path)
-    mapped = [fc.mapped(path) for path in paths]
-    assert all(isinstance(leaf.base, np.memmap) or isinstance(leaf, np.memmap) for leaf in mapped[0].values())
-    plain = fc.aggregate(model(0), updates, gradient=model(3), rule=RULE)
-    result = fc.aggregate(model(0), mapped, gradient=model(3), rule=RULE)
-    np.testing.assert_array_equal(flat(result.params), flat(plain.params))
-    np.save(tmp_path / "one.npy", np.arange(3.0))
-    np.testing.assert_array_equal(fc.mapped(tmp_path / "one.npy"), np.arange(3.0))
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.bin", b"", "must end in .npy or .safetensors"),
-        ("a.npy", b"junk", "cannot be mapped"),
-        ("a.safetensors", b"junk", "cannot be mapped"),
-        ("a.safetensors", (2**62).to_bytes(8, "little") + b"{}", "cannot be mapped"),
-        (
-            "a.safetensors",
-            (57).to_bytes(8, "little") + b'{"w":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}  ',
-            "cannot be mapped",
-        ),
-    ],
-)
-def test_files_that_cannot_be_mapped_are_named(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(FedcontextError, match=message):
-        fc.mapped(tmp_path / name)
-
-
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=4))
 def test_combine_is_base_plus_weighted_sum(weights):
     rows = np.random.default_rng(0).standard_normal((len(weights), 3, 2))
