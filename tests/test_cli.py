@@ -88,7 +88,10 @@ def test_algorithms_and_data_are_listed(tmp_path):
     assert {row["name"]: row["needs"] for row in listed}["folb"] == "own gradients"
     assert "fedprox-expected" in call("algorithms", cwd=tmp_path).stdout
     shown = call("data", "list", cwd=tmp_path).stdout
-    assert all(name in shown for name in ("synthetic-1-1", "mnist", "femnist", "leaf:PATH"))
+    names = ("synthetic-iid", "synthetic-A-B", "synthetic-A-B-N", "mnist", "femnist", "leaf:PATH")
+    assert all(name in shown for name in names)
+    told = " ".join(call("run", "--help", cwd=tmp_path).stdout.split()).replace("- ", "-")  # a name cut by a line's end
+    assert f"One of {', '.join(names)}." in told
     (tmp_path / "mnist.npz").touch()
     where = call("data", "where", "mnist", cwd=tmp_path, FEDCONTEXT_DATA=str(tmp_path))
     assert str(tmp_path / "mnist.npz") in where.stdout
@@ -97,7 +100,10 @@ def test_algorithms_and_data_are_listed(tmp_path):
 BAD = {
     "unknown option": (["run", "--speed", "3"], "No such option"),
     "unknown algorithm": (["run", "--algorithm", "fedsgd"], "algorithm must be one of"),
-    "unknown data set": (["run", "--dataset", "cifar"], "dataset must be one of"),
+    "unknown data set": (
+        ["run", "--dataset", "cifar"],
+        "dataset must be one of synthetic-iid, synthetic-A-B, synthetic-A-B-N, mnist, femnist, leaf:PATH, got 'cifar'",
+    ),
     "missing LEAF folder": (["run", "--dataset", "leaf:nowhere"], "no LEAF .json file found"),
     "negative rounds": (["run", "--rounds", "-1"], "rounds must be a whole number"),
     "word for a number": (["run", "--rounds", "many"], "Invalid value for '--rounds'"),
