@@ -265,7 +265,11 @@ main()
     command = [sys.executable, "-c", script, "run", *few]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    command = [sys.executable, "-c", script, "compare", *few, "--figure", "a.png"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert "matplotlib is not installed: pip install 'fedcontext[plot]'" in " ".join(done.stderr.split())
+    for arguments, sentence in (
+        (("compare", *few, "--figure", "a.png"), "matplotlib is not installed: pip install 'fedcontext[plot]'"),
+        (("report", "runs"), "plotly is not installed: pip install 'fedcontext[report]'"),
+    ):
+        command = [sys.executable, "-c", script, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 2
+        assert sentence in " ".join(done.stderr.split())
