@@ -155,7 +155,7 @@ class _NumPy:
                 length = math.sqrt(np.vdot(array, array))  # one pass instead of two
             if math.isfinite(length):
                 return length
-        pieces = (array.reshape(-1)[start:stop] for start, stop in blocks(array.size, 1, scratch))
+        pieces = (_piece(array, start, stop) for start, stop in blocks(array.size, 1, scratch))
         ends = (float(end) for piece in pieces for end in (piece.max(), -piece.min()))
         return max(ends, key=lambda end: np.inf if np.isnan(end) else end, default=0.0)
 
@@ -165,8 +165,13 @@ class _NumPy:
     def _load(self, arrays: Sequence[Array], start: int, stop: int) -> FloatArray:
         block = np.empty((len(arrays), stop - start))
         for row, array in zip(block, arrays, strict=True):
-            row[:] = array.reshape(-1)[start:stop]
+            row[:] = _piece(array, start, stop)
         return block
+
+
+def _piece(array: Array, start: int, stop: int) -> Array:
+    """Return some of an array's entries, in C order; where they lie in another one, only these are copied."""
+    return array.reshape(-1)[start:stop] if array.flags.c_contiguous else array.flat[start:stop]
 
 
 class _JAX(_NumPy):
