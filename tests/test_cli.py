@@ -191,11 +191,12 @@ def test_the_program_starts_where_interrupts_are_caught():
     assert "src/fedcontext_program.py" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
 
 
-def test_an_interrupt_leaves_complete_records_behind(tmp_path):
-    command = [*PROGRAM, "run", "--rounds", "100000", "--engine", "reference", "--quiet"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 60
-        while not any(file.read_text().count("\n") > 3 for file in tmp_path.glob("runs/*.jsonl")):
+def interrupted(*arguments, cwd, runs):
+    """Return the records of a command that is interrupted once so many runs have a few rounds."""
+    command = [*PROGRAM, *arguments, "--rounds", "100000", "--engine", "reference", "--quiet"]
+    with subprocess.Popen(command, cwd=cwd, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 90
+        while sum(file.read_text().count("\n") > 3 for file in cwd.glob("runs/*.jsonl")) < runs:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
@@ -203,23 +204,18 @@ def test_an_interrupt_leaves_complete_records_behind(tmp_path):
     assert process.returncode == 130
     assert "interrupted" in errors
     assert "Traceback" not in errors
-    (path,) = tmp_path.glob("runs/*.jsonl")
+    return sorted(cwd.glob("runs/*.jsonl"))
+
+
+def test_an_interrupt_leaves_complete_records_behind(tmp_path):
+    (path,) = interrupted("run", cwd=tmp_path, runs=1)
     assert path.read_text().endswith("}\n")
     assert len(fc.read(path)[1]) >= 3
 
 
 def test_an_interrupt_ends_a_comparison_and_its_workers(tmp_path):
-    command = [*PROGRAM, "compare", "--rounds", "100000", "--engine", "reference", "--quiet", "--jobs", "2"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 90
-        while sum(file.read_text().count("\n") > 3 for file in tmp_path.glob("runs/*.jsonl")) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "interrupted" in errors
-    sizes = [path.stat().st_size for path in sorted(tmp_path.glob("runs/*.jsonl"))]
+    paths = interrupted("compare", "--jobs", "2", cwd=tmp_path, runs=2)
+    sizes = [path.stat().st_size for path in paths]
     time.sleep(0.5)
     assert sizes == [path.stat().st_size for path in sorted(tmp_path.glob("runs/*.jsonl"))]
 
