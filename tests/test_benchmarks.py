@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -170,3 +171,12 @@ def test_a_quick_trial_is_quick_in_its_scripts_too(tmp_path, monkeypatch):
     for quick in (False, True):
         run.script("aggregation", tmp_path, quick)
     assert ["--quick" in command for command in commands] == [False, True]
+
+
+def test_every_row_of_the_gpu_table_is_explained():
+    page = (FOLDER.parent / "docs" / "performance.md").read_text("utf-8")
+    table, words = page.split("\n(d) ")[1].split("Measured:")[0], page.split("### The rows of (d)")[1].split("\n#")[0]
+    explained = {name for item in re.findall(r"^- (.*?):", words, re.MULTILINE) for name in item.split(", ")}
+    rows = re.findall(r"^\| ([a-z].*?) \|", table, re.MULTILINE)
+    assert len(rows) > 3
+    assert [row for row in rows if row not in explained and not explained.issuperset(row.split())] == []

@@ -88,7 +88,10 @@ def test_algorithms_and_data_are_listed(tmp_path):
     assert {row["name"]: row["needs"] for row in listed}["folb"] == "own gradients"
     assert "fedprox-expected" in call("algorithms", cwd=tmp_path).stdout
     shown = call("data", "list", cwd=tmp_path).stdout
-    assert all(name in shown for name in ("synthetic-1-1", "mnist", "femnist", "leaf:PATH"))
+    names = ("synthetic-iid", "synthetic-A-B", "synthetic-A-B-N", "mnist", "femnist", "leaf:PATH")
+    assert all(name in shown for name in names)
+    told = " ".join(call("run", "--help", cwd=tmp_path).stdout.split()).replace("- ", "-")  # a name cut by a line's end
+    assert f"One of {', '.join(names)}." in told
     (tmp_path / "mnist.npz").touch()
     where = call("data", "where", "mnist", cwd=tmp_path, FEDCONTEXT_DATA=str(tmp_path))
     assert str(tmp_path / "mnist.npz") in where.stdout
@@ -97,7 +100,10 @@ def test_algorithms_and_data_are_listed(tmp_path):
 BAD = {
     "unknown option": (["run", "--speed", "3"], "No such option"),
     "unknown algorithm": (["run", "--algorithm", "fedsgd"], "algorithm must be one of"),
-    "unknown data set": (["run", "--dataset", "cifar"], "dataset must be one of"),
+    "unknown data set": (
+        ["run", "--dataset", "cifar"],
+        "dataset must be one of synthetic-iid, synthetic-A-B, synthetic-A-B-N, mnist, femnist, leaf:PATH, got 'cifar'",
+    ),
     "missing LEAF folder": (["run", "--dataset", "leaf:nowhere"], "no LEAF .json file found"),
     "negative rounds": (["run", "--rounds", "-1"], "rounds must be a whole number"),
     "word for a number": (["run", "--rounds", "many"], "Invalid value for '--rounds'"),
@@ -185,11 +191,12 @@ def test_the_program_starts_where_interrupts_are_caught():
     assert "src/fedcontext_program.py" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
 
 
-def test_an_interrupt_leaves_complete_records_behind(tmp_path):
-    command = [*PROGRAM, "run", "--rounds", "100000", "--engine", "reference", "--quiet"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 60
-        while not any(file.read_text().count("\n") > 3 for file in tmp_path.glob("runs/*.jsonl")):
+def interrupted(*arguments, cwd, runs):
+    """Return the records of a command that is interrupted once so many runs have a few rounds."""
+    command = [*PROGRAM, *arguments, "--rounds", "100000", "--engine", "reference", "--quiet"]
+    with subprocess.Popen(command, cwd=cwd, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 90
+        while sum(file.read_text().count("\n") > 3 for file in cwd.glob("runs/*.jsonl")) < runs:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
@@ -197,23 +204,18 @@ def test_an_interrupt_leaves_complete_records_behind(tmp_path):
     assert process.returncode == 130
     assert "interrupted" in errors
     assert "Traceback" not in errors
-    (path,) = tmp_path.glob("runs/*.jsonl")
+    return sorted(cwd.glob("runs/*.jsonl"))
+
+
+def test_an_interrupt_leaves_complete_records_behind(tmp_path):
+    (path,) = interrupted("run", cwd=tmp_path, runs=1)
     assert path.read_text().endswith("}\n")
     assert len(fc.read(path)[1]) >= 3
 
 
 def test_an_interrupt_ends_a_comparison_and_its_workers(tmp_path):
-    command = [*PROGRAM, "compare", "--rounds", "100000", "--engine", "reference", "--quiet", "--jobs", "2"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 90
-        while sum(file.read_text().count("\n") > 3 for file in tmp_path.glob("runs/*.jsonl")) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "interrupted" in errors
-    sizes = [path.stat().st_size for path in sorted(tmp_path.glob("runs/*.jsonl"))]
+    paths = interrupted("compare", "--jobs", "2", cwd=tmp_path, runs=2)
+    sizes = [path.stat().st_size for path in paths]
     time.sleep(0.5)
     assert sizes == [path.stat().st_size for path in sorted(tmp_path.glob("runs/*.jsonl"))]
 
@@ -259,7 +261,11 @@ main()
     command = [sys.executable, "-c", script, "run", *few]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    command = [sys.executable, "-c", script, "compare", *few, "--figure", "a.png"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert "matplotlib is not installed: pip install 'fedcontext[plot]'" in " ".join(done.stderr.split())
+    for arguments, sentence in (
+        (("compare", *few, "--figure", "a.png"), "matplotlib is not installed: pip install 'fedcontext[plot]'"),
+        (("report", "runs"), "plotly is not installed: pip install 'fedcontext[report]'"),
+    ):
+        command = [sys.executable, "-c", script, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 2
+        assert sentence in " ".join(done.stderr.split())

@@ -8,6 +8,7 @@ import http.server
 import json
 import tarfile
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 
 from fedcontext import datasets
 from fedcontext.datasets import files
-from fedcontext.datasets.images import two_digits_each
+from fedcontext.datasets.federated import join
+from fedcontext.datasets.images import standardised, two_digits_each
 from fedcontext.datasets.synthetic import synthetic
 from fedcontext.errors import FedcontextError
 
@@ -51,6 +53,42 @@ def test_names_reach_the_generators():
     for name in ("synthetic--1-1", "synthetic-1", "mnists", ""):
         with pytest.raises(FedcontextError, match="dataset must be one of"):
             datasets.load(name)
+
+
+@given(st.integers(1, 600), st.integers(0, 5))
+def test_pixels_are_standardised_by_their_own_mean_and_deviation(count, seed):
+    random = np.random.default_rng(seed)
+    pixels = random.integers(0, 256, (count, 4), dtype=np.uint8)
+    pixels[:, 1], pixels[1:, 2] = 255, 255  # a constant column, and one that is nearly
+    exact = pixels.astype(np.longdouble)
+    centre, spread = exact.mean(axis=0).astype(np.float32), (exact.std(axis=0) + 0.001).astype(np.float32)
+    np.testing.assert_allclose(standardised(pixels), (pixels - centre) / spread, rtol=1e-6)
+
+
+@given(st.lists(st.lists(st.integers(0, 19), min_size=1), min_size=1), st.sampled_from(["C", "F"]))
+def test_data_is_what_the_devices_rows_are_joined(parts, order):
+    features, labels = np.random.default_rng(0).standard_normal((20, 3)).astype(">f4", order=order), np.arange(20)
+    kinds = [np.uint64, *[np.int64] * (len(parts) - 1)]  # which together would be float64
+    rows = [np.array(part, kind) for part, kind in zip(parts, kinds, strict=True)]
+    data = datasets.federate(features, labels, rows, test_share=0)
+    expected = join([(features[part], labels[part]) for part in parts])
+    assert data.train.features.dtype == np.float32
+    for name in ("features", "labels", "offsets"):
+        np.testing.assert_array_equal(getattr(data.train, name), getattr(expected, name))
+
+
+def test_images_are_spread_with_little_memory_beside_the_result():
+    pixels, labels = np.ones((10_000, 784), np.uint8), np.arange(10_000)
+    result, peaks = 4 * pixels.size, []
+    tracemalloc.start()
+    features = standardised(pixels)
+    peaks.append(tracemalloc.get_traced_memory()[1])
+    tracemalloc.reset_peak()
+    datasets.federate(features, labels, np.split(labels, 100))
+    peaks.append(tracemalloc.get_traced_memory()[1])
+    tracemalloc.stop()
+    assert peaks[0] < 1.3 * result
+    assert peaks[1] < 2.3 * result  # the features themselves are among it
 
 
 def test_every_device_keeps_a_tenth_for_test():

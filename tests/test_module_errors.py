@@ -25,6 +25,8 @@ OUT_OF_MEMORY = torch.cuda.OutOfMemoryError
         ({"input_shape": (2, 3)}, r"the module does not take samples of shape \(2, 3\)"),
         ({"module": nn.Linear(6, 2)}, r"must give \(2, 3\) outputs for 2 samples, got \(2, 2\)"),
         ({"module": nn.Linear(5, 3)}, r"the module does not take samples of shape \(6,\)"),
+        ({"module": 5}, "module must be a torch.nn.Module or a function that makes one, got int"),
+        ({"module": lambda: 5}, "module must be a torch.nn.Module or a function that makes one, got int"),
         ({"module": nn.Flatten()}, "module Flatten has no parameter to train"),
         ({"loss": nn.functional.cross_entropy}, r"one number a sample \(reduction='none'\), shape \(2,\), got \(\)"),
         ({"device": "tpu"}, "device must be auto, cpu or cuda, got 'tpu'"),

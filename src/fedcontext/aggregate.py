@@ -74,7 +74,8 @@ def aggregate(
         layers: names (or positions) of the leaves that enter the geometry; the weights apply to all leaves.
         buffers: leaves that are averaged instead of weighted, as are all that do not hold floating point.
         state: the memory that the rule returned last round.
-        out: where to write the new params, a structure like ``params`` or ``params`` itself; fresh arrays if None.
+        out: where to write the new params: ``params`` itself, or a structure like it in other memory; fresh arrays if
+            None.
         scratch: bytes of a block; the working memory is at most four of them, whatever the size of the model.
 
     >>> import numpy as np
@@ -120,7 +121,7 @@ def aggregate(
     even = shares(report.samples, len(report.updates))
     reach = float(np.abs(weights) @ np.sqrt(np.diag(geometry.gram))[: len(weights)])  # no entry moves further
     safe = {name for name in measured if largest[name] + reach <= largest_number(base[name])}
-    targets = {} if out is None else take_targets(base, out)
+    targets = {} if out is None else take_targets(base, updates, out)
     moved = {
         name: _moved(name, base[name], report, even if name in averaged else weights, scratch)
         for name in base

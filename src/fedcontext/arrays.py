@@ -1,4 +1,4 @@
-"""Framework arrays, block by block: the only room that touches NumPy, PyTorch and JAX arrays alike.
+"""Framework arrays, block by block: with `tensors`, the only room that touches NumPy, PyTorch and JAX arrays alike.
 
 A model is a structure of leaves: one array, or lists, tuples and mappings of them. `leaves` lays it out as
 one flat mapping from names to arrays, `rebuild` undoes that. The arithmetic is in float64 (but for products of
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, Protocol, TypeAlias
 
@@ -25,7 +25,6 @@ Structure: TypeAlias = Any  # an Array, or a list, tuple or mapping of Structure
 Leaves: TypeAlias = dict[str, Array]
 
 SCRATCH = 16 * 2**20  # bytes of a float64 block; at most four of them are in memory at once
-GPU_ROOM = 16  # times as much on a GPU, which has the room and pays for every launch
 COMPILED_FROM = 2**20  # entries in all, from which compiled sums pay for being loaded
 
 
@@ -144,7 +143,7 @@ class _NumPy:
             block = self._load([base, *rows], start, stop)
             total = block[0] + weights @ block[1:]
             with np.errstate(over="ignore"):  # the door refuses a result that overflows
-                flat[start:stop] = total if kind_of(base) == "floating" else _held(np.rint(total), base)
+                flat[start:stop] = total if kind_of(base) == "floating" else held(np.rint(total), base)
         return result
 
     def vectors(self, arrays: Sequence[Array]) -> FloatArray:
@@ -156,7 +155,7 @@ class _NumPy:
                 length = math.sqrt(np.vdot(array, array))  # one pass instead of two
             if math.isfinite(length):
                 return length
-        pieces = (array.reshape(-1)[start:stop] for start, stop in blocks(array.size, 1, scratch))
+        pieces = (_piece(array, start, stop) for start, stop in blocks(array.size, 1, scratch))
         ends = (float(end) for piece in pieces for end in (piece.max(), -piece.min()))
         return max(ends, key=lambda end: np.inf if np.isnan(end) else end, default=0.0)
 
@@ -166,8 +165,13 @@ class _NumPy:
     def _load(self, arrays: Sequence[Array], start: int, stop: int) -> FloatArray:
         block = np.empty((len(arrays), stop - start))
         for row, array in zip(block, arrays, strict=True):
-            row[:] = array.reshape(-1)[start:stop]
+            row[:] = _piece(array, start, stop)
         return block
+
+
+def _piece(array: Array, start: int, stop: int) -> Array:
+    """Return some of an array's entries, in C order; where they lie in another one, only these are copied."""
+    return array.reshape(-1)[start:stop] if array.flags.c_contiguous else array.flat[start:stop]
 
 
 class _JAX(_NumPy):
@@ -202,94 +206,16 @@ class _JAX(_NumPy):
         return False
 
 
-class _Torch:
-    """Tensors stay on their device; on a CPU, those that NumPy can view take its way."""
+def held(whole: Array, base: Array) -> Array:
+    """Return float64 whole numbers if the integer type of ``base`` can hold them; else an OverflowError.
 
-    name = "PyTorch"
-
-    def place(self, array: Array) -> object:
-        return array.device
-
-    def products(
-        self, rows: Sequence[Array], columns: Sequence[Array], scratch: int, quick: bool = False
-    ) -> tuple[FloatArray, bool]:
-        everyone = [*rows, *columns]
-        if views := _views(everyone):
-            return _FRAMEWORKS["numpy"].products(views[: len(rows)], views[len(rows) :], scratch, quick)
-        import torch
-
-        total = torch.zeros(len(rows), len(everyone), dtype=torch.float64, device=rows[0].device)
-        ours, theirs = _Rows(rows), _Rows(columns)
-        for start, stop in blocks(rows[0].numel(), len(everyone), self._room(rows[0], scratch)):
-            block = ours.block(start, stop)
-            total[:, : len(rows)] += block @ block.T
-            if columns:
-                total[:, len(rows) :] += block @ theirs.block(start, stop).T
-        return np.asarray(total.cpu().numpy()), True
-
-    def combine(
-        self, base: Array, rows: Sequence[Array], weights: FloatArray, scratch: int, out: Array | None = None
-    ) -> Array:
-        import torch
-
-        result = torch.empty(base.shape, dtype=base.dtype, device=base.device) if out is None else out
-        if views := _views([base, result, *rows]):
-            _FRAMEWORKS["numpy"].combine(views[0], views[2:], weights, scratch, views[1])
-            return result
-        flat, factors = result.detach().view(-1), torch.from_numpy(weights).to(base.device)
-        first, others = _Rows([base]), _Rows(rows)
-        for start, stop in blocks(base.numel(), len(rows) + 1, self._room(base, scratch)):
-            total = first.block(start, stop)[0] + factors @ others.block(start, stop)
-            flat[start:stop] = total if kind_of(base) == "floating" else _held(total.round(), base)
-        return result
-
-    def vectors(self, arrays: Sequence[Array]) -> FloatArray:
-        return np.asarray(_Rows(arrays).block(0, arrays[0].numel()).cpu().numpy())
-
-    def largest(self, array: Array, scratch: int) -> float:
-        import torch
-
-        return float(torch.linalg.vector_norm(array.detach(), float("inf"))) if array.numel() else 0.0
-
-    def writable(self, array: Array) -> bool:
-        return bool(array.is_contiguous())
-
-    def _room(self, array: Array, scratch: int) -> int:
-        return scratch if array.device.type == "cpu" else scratch * GPU_ROOM
-
-
-class _Rows:
-    """Tensors as the rows of a matrix, in blocks of float64; each of them is touched only where it must be cut."""
-
-    def __init__(self, tensors: Sequence[Array]) -> None:
-        self.tensors = tensors
-
-    @cached_property
-    def flat(self) -> list[Array]:
-        return [tensor.detach().reshape(-1) for tensor in self.tensors]
-
-    def block(self, start: int, stop: int) -> Any:
-        import torch
-
-        if stop - start == self.tensors[0].numel():
-            with torch.no_grad():
-                return torch.stack(list(self.tensors)).reshape(len(self.tensors), -1).double()
-        return torch.stack([row[start:stop] for row in self.flat]).double()
-
-
-def _held(whole: Array, base: Array) -> Array:
-    """Return float64 whole numbers if the integer type of ``base`` can hold them."""
+    >>> held(np.array([255.0]), np.zeros(1, np.uint8))
+    array([255.])
+    """
     limits = np.iinfo(str(base.dtype).removeprefix("torch."))
     if whole.min() < limits.min or whole.max() >= float(limits.max) + 1:  # 2^63 - 1 itself is no float64
         raise OverflowError
     return whole
-
-
-def _views(tensors: Sequence[Array]) -> list[Array] | None:
-    """Return CPU tensors as NumPy arrays over the same memory, or None where that cannot be."""
-    if any(t.device.type != "cpu" or str(t.dtype) == "torch.bfloat16" or not t.is_contiguous() for t in tensors):
-        return None
-    return [tensor.detach().numpy() for tensor in tensors]
 
 
 def _compiled(arrays: Sequence[Array]) -> Any:
@@ -305,12 +231,17 @@ def _compiled(arrays: Sequence[Array]) -> Any:
     return sums
 
 
-_FRAMEWORKS: dict[str, Framework] = {"numpy": _NumPy(), "torch": _Torch(), "jax": _JAX(), "jaxlib": _JAX()}
+_FRAMEWORKS: dict[str, Framework] = {"numpy": _NumPy(), "jax": _JAX(), "jaxlib": _JAX()}
 
 
 @cache
 def _of_module(name: str) -> Framework | None:
-    return _FRAMEWORKS.get(name.split(".")[0])
+    library = name.split(".")[0]
+    if library == "torch":
+        from fedcontext.tensors import TORCH  # which builds on this module
+
+        return TORCH
+    return _FRAMEWORKS.get(library)
 
 
 def framework(array: Array, name: str = "") -> Framework:

@@ -25,15 +25,16 @@ def require(module: str, extra: str) -> ModuleType:
 
     >>> require("json", extra="plot").__name__
     'json'
-    >>> require("no_such_module", extra="plot")
+    >>> require("no_such_module.part", extra="plot")
     Traceback (most recent call last):
     ...
     fedcontext.errors.MissingExtra: no_such_module is not installed: pip install 'fedcontext[plot]'
     """
     try:
+        importlib.import_module(module.partition(".")[0])  # whose name is the one to complain about
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingExtra(f"{module} is not installed: pip install 'fedcontext[{extra}]'") from error
+        raise MissingExtra(f"{error.name or module} is not installed: pip install 'fedcontext[{extra}]'") from error
 
 
 def positive(name: str, value: float) -> float:

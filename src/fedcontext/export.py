@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -44,6 +45,7 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> Table:
     """Return the rounds of all runs in a file, a directory or several, as columns: one row a round, None where unknown.
 
     What each column holds is in `fedcontext.export.SCHEMA`. ``pandas.DataFrame(table)`` and ``polars.DataFrame(table)`` take it as it is.
+    A warning says each thing in the files that could not be used, such as a line cut short.
 
     >>> import tempfile, fedcontext as fc
     >>> from fedcontext.runner import run
@@ -53,7 +55,9 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> Table:
     >>> table["algorithm"], table["number"]
     (['fedavg', 'fedavg'], [1, 2])
     """
-    runs, _ = load([path] if isinstance(path, str | Path) else path)
+    runs, problems = load([path] if isinstance(path, str | Path) else path)
+    for problem in problems:
+        warnings.warn(problem, stacklevel=2)
     return tidy(runs)
 
 
@@ -76,11 +80,15 @@ def tidy(runs: Iterable[Run]) -> Table:
     return table
 
 
-def export(paths: Iterable[str | Path], out: Path) -> int:
-    """Write the runs in ``paths`` to ``out`` (.parquet or .csv), whole or not at all; return the number of rounds."""
+def export(paths: Iterable[str | Path], out: Path) -> tuple[int, list[str]]:
+    """Write the runs in ``paths`` to ``out`` (.parquet or .csv), whole or not at all.
+
+    Return the number of rounds, and a sentence for each thing in ``paths`` that could not be used.
+    """
     if out.suffix not in FORMATS:
         raise FedcontextError(f"output must end in {' or '.join(FORMATS)}, got {out.name!r}")
-    table = load_runs(paths)
+    runs, problems = load(paths)
+    table = tidy(runs)
     scratch = out.with_name(f".{out.name}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +99,7 @@ def export(paths: Iterable[str | Path], out: Path) -> int:
     finally:
         with suppress(OSError):  # it is gone where all went well
             scratch.unlink()
-    return len(table["run"])
+    return len(table["run"]), problems
 
 
 def _write_parquet(table: Table, path: Path) -> None:

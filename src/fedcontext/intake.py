@@ -10,6 +10,7 @@ import numpy as np
 from fedcontext.arrays import Array, FloatArray, Leaves, Structure, all_finite, framework, kind_of, leaf_name, leaves
 from fedcontext.errors import FedcontextError
 from fedcontext.geometry import Report
+from fedcontext.memory import check_apart
 
 Structures: TypeAlias = Sequence[Structure] | Mapping[object, Structure]
 
@@ -77,10 +78,10 @@ def blame(measured: set[str], **given: Structures | None) -> None:
     raise FedcontextError("the updates are too large: their squares overflow float64")
 
 
-def take_targets(base: Leaves, out: Structure) -> Leaves:
-    """Return the arrays to write the new params into, checked against the params.
+def take_targets(base: Leaves, updates: Structures, out: Structure) -> Leaves:
+    """Return the arrays to write the new params into, checked against the params and against what is still to be read.
 
-    >>> take_targets({"w": np.zeros(2)}, {"w": np.zeros(2)})
+    >>> take_targets({"w": np.zeros(2)}, [{"w": np.ones(2)}], {"w": np.zeros(2)})
     {'w': array([0., 0.])}
     """
     targets = _checked("out", out, base, set(base), set(base))
@@ -89,30 +90,9 @@ def take_targets(base: Leaves, out: Structure) -> Leaves:
             raise FedcontextError(
                 f"out: {leaf_name(name)} cannot be written in place: give a contiguous, writable array"
             )
-    _check_apart(base, targets)
+    moves = {owner: leaves(move) for owner, move in _each("device", updates).items()}
+    check_apart(targets, {"params": base, **moves})
     return targets
-
-
-def _check_apart(base: Leaves, targets: Leaves) -> None:
-    """Refuse a target in the memory of another leaf, such as tied weights: a leaf must be read before it is written."""
-    read = {name: _memory(leaf) for name, leaf in base.items()}
-    write = {name: _memory(leaf) for name, leaf in targets.items()}
-    for name, (start, stop) in write.items():
-        for other in base:
-            if other != name and any(start < last and first < stop for first, last in (read[other], write[other])):
-                raise FedcontextError(
-                    f"out: {leaf_name(name)} shares memory with {leaf_name(other)} (tied weights?): leave out= out, and "
-                    "copy the result"
-                )
-
-
-def _memory(leaf: Array) -> tuple[int, int]:
-    """Return where an array begins and ends in memory; nowhere where nothing can be written."""
-    if hasattr(leaf, "data_ptr"):
-        return leaf.data_ptr(), leaf.data_ptr() + leaf.numel() * leaf.element_size()
-    if isinstance(leaf, np.ndarray):
-        return leaf.ctypes.data, leaf.ctypes.data + leaf.nbytes
-    return 0, 0
 
 
 def choose(what: str, chosen: Iterable[str | int], base: Leaves) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ DTYPES = {
     "I8": "int8",
     "U8": "uint8",
 }
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError, SyntaxError, TokenError)  # parsing a header
 HEADER_LIMIT = 100 * 2**20  # bytes; as the format's own readers have it
 
 
@@ -39,9 +41,9 @@ def mapped(path: str | Path) -> Structure:
         raise FedcontextError(f"{path}: must end in .npy or .safetensors")
     try:
         if path.suffix == ".npy":
-            return np.load(path, mmap_mode="r", allow_pickle=False)
+            return np.lib.format.open_memmap(path, mode="r")
         return _safetensors(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except UNREADABLE as error:
         raise FedcontextError(f"{path}: cannot be mapped ({error})") from None
 
 
@@ -52,6 +54,8 @@ def _safetensors(path: Path) -> dict[str, Any]:
         if length > min(HEADER_LIMIT, path.stat().st_size):
             raise ValueError(f"header of {length} bytes")
         header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError(f"header is no mapping but {type(header).__name__}")
     content = np.memmap(path, np.uint8, "r", offset=8 + length)
     return {name: _tensor(content, entry) for name, entry in header.items() if name != "__metadata__"}
 

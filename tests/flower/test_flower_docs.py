@@ -24,6 +24,19 @@ def test_the_hand_written_loop_goes_where_the_devices_agree() -> None:
     assert np.linalg.norm(space["w"] - space["targets"].mean(axis=0)) < start
 
 
+def test_updates_in_files_are_aggregated_into_the_file_of_the_params(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    space: dict = {}
+    exec(blocks("plug-in.md")[1], space)
+    updates = [np.load(f"update-{k}.npy") for k in range(3)]
+    whole = fc.aggregate(
+        np.zeros(1_000, np.float32), updates, gradient=np.load("gradient.npy"), rule=fc.contextual(2.0)
+    )
+    assert isinstance(space["result"].params, np.memmap)
+    np.testing.assert_array_equal(np.load("params.npy"), whole.params)
+    assert whole.params.any()
+
+
 def test_sketches_keep_most_of_the_promise() -> None:
     space: dict = {}
     exec(blocks("privacy.md")[0], space)
@@ -37,7 +50,7 @@ def test_sketches_keep_most_of_the_promise() -> None:
 def test_flares_controller_reaches_the_same_model_as_the_loop() -> None:
     flare = pytest.importorskip("nvflare.app_common.abstract.fl_model", reason="nvflare is not installed")
     space: dict = {}
-    exec(blocks("plug-in.md")[1], space)
+    exec(blocks("plug-in.md")[2], space)
     targets = {"site-1": np.ones(2), "site-2": -3 * np.ones(2), "site-3": np.array([2.0, 0.0])}
 
     class Local(space["Contextual"]):

@@ -36,7 +36,7 @@ def test_pandas_and_polars_take_the_table_as_it_is(runs: Path) -> None:
 
 def test_parquet_holds_the_same_table(runs: Path, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
-    assert export([runs], tmp_path / "deep" / "runs.parquet") == 36
+    assert export([runs], tmp_path / "deep" / "runs.parquet") == (36, [])
     stored = parquet.read_table(tmp_path / "deep" / "runs.parquet")
     assert stored.to_pydict() == fc.load_runs(runs)
     assert stored.schema.field("loss").metadata == {b"about": SCHEMA["loss"].encode()}
@@ -66,7 +66,7 @@ def test_a_spreadsheet_would_not_run_a_name(write_run, tmp_path: Path, begin: st
 def test_half_a_character_is_replaced(write_run, tmp_path: Path, suffix: str) -> None:
     half = "x\ud800"
     path = write_run([{"loss": 1, "devices": [half], "excluded": {half: half}}], algorithm=half, dataset="é😀")
-    assert export([path], tmp_path / f"runs{suffix}") == 1
+    assert export([path], tmp_path / f"runs{suffix}") == (1, [])
     table = fc.load_runs(path)
     assert (table["algorithm"], table["devices"], table["dataset"]) == (["x?"], [["x?"]], ["é😀"])
 
@@ -93,7 +93,29 @@ def test_a_place_that_cannot_be_written_is_named(runs: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("suffix", [".parquet", ".csv"])
 def test_hostile_records_export(write_run, tmp_path: Path, suffix: str) -> None:
     rounds = [{"loss": "x", "devices": ["<b>", 2], "weights": None, "excluded": {"a": 1}}, {"number": 10**30}, '{"cut']
-    assert export([write_run(rounds, seed=10**30)], tmp_path / f"runs{suffix}") == 2
+    count, _ = export([write_run(rounds, seed=10**30)], tmp_path / f"runs{suffix}")
+    assert count == 2
+
+
+def test_whoever_reads_broken_records_says_the_same_about_them(write_run, tmp_path: Path) -> None:
+    (tmp_path / "odd.jsonl").write_text("no manifest")
+    write_run([{"loss": 1}, "nonsense", {"loss": "x"}, '{"cut'])
+    said = [
+        "hostile.jsonl: line 3, not a record, was passed over",
+        "hostile.jsonl: round 2 has no usable loss",
+        "hostile.jsonl: last line, cut short, was passed over",
+        f"{tmp_path / 'odd.jsonl'}: not a run of fedcontext (its first line is no manifest)",
+    ]
+    assert export([tmp_path], tmp_path / "runs.csv") == (2, said)
+    for command, name in (("export", "runs.csv"), ("report", "runs.html")):
+        result = CliRunner().invoke(app, [command, str(tmp_path), "-o", str(tmp_path / name)])
+        assert result.exit_code == 0, result.output
+        assert result.stderr.splitlines() == said, command
+    with pytest.warns(UserWarning, match="jsonl") as warned:
+        table = fc.load_runs(tmp_path)
+    assert [str(warning.message) for warning in warned] == said
+    assert all(Path(warning.filename) == Path(__file__) for warning in warned)
+    assert table["loss"] == [1.0, None]
 
 
 def test_other_formats_are_refused(runs: Path, tmp_path: Path) -> None:

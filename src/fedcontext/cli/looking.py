@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -19,8 +20,7 @@ def report(
     """Write one HTML page about runs: curves, costs, weights, promises, settings. It opens offline, anywhere."""
     from fedcontext.report import write
 
-    for problem in write(runs, output):
-        err.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    _say(write(runs, output))
     out.print(f"report: {output}", soft_wrap=True, highlight=False, markup=False)
 
 
@@ -31,5 +31,11 @@ def export(
     """Write all rounds of runs as one tidy table, one row a round."""
     from fedcontext.export import export as write_table
 
-    count = write_table(runs, output)
+    count, problems = write_table(runs, output)
+    _say(problems)
     out.print(f"table: {output}, {count} rounds", soft_wrap=True, highlight=False, markup=False)
+
+
+def _say(problems: Iterable[str]) -> None:
+    for problem in problems:
+        err.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)

@@ -67,7 +67,11 @@ class Learner:
         if precision not in ("full", "tf32", "bfloat16"):
             raise FedcontextError(f"precision must be full, tf32 or bfloat16, got {precision!r}")
         with seeded(device, seed):
-            made = copy.deepcopy(module) if isinstance(module, nn.Module) else module()
+            made = module() if callable(module) and not isinstance(module, nn.Module) else copy.deepcopy(module)
+        if not isinstance(made, nn.Module):
+            raise FedcontextError(
+                f"module must be a torch.nn.Module or a function that makes one, got {type(made).__name__}"
+            )
         self.device, self.precision, self.loss, self.classes = device, precision, loss, data.classes
         self.module = converted(made, convolutions).to(device)
         parameters, saved = dict(self.module.named_parameters()), self.module.state_dict()

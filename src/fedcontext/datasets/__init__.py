@@ -14,8 +14,8 @@ from fedcontext.errors import FedcontextError
 
 NAMES = {
     "synthetic-iid": "generated: 30 devices, one model for all",
-    "synthetic-1-1": "generated: 30 devices that differ in model and features; any synthetic-A-B works, and "
-    "synthetic-A-B-N has N devices, made on demand",
+    "synthetic-A-B": "generated: 30 devices that differ in model by A and in features by B, such as synthetic-1-1",
+    "synthetic-A-B-N": "the same with N devices, their samples made on demand, such as synthetic-1-1-1000000",
     "mnist": "1,000 devices with 2 digits each, sizes by a power law (FedProx)",
     "femnist": "one device a writer, 62 classes (LEAF)",
     "leaf:PATH": "any folder with LEAF's train/*.json and test/*.json",
@@ -43,7 +43,7 @@ def load(name: str, seed: int = 0) -> FederatedData:
     >>> load("no-such-data")
     Traceback (most recent call last):
     ...
-    fedcontext.errors.FedcontextError: dataset must be one of synthetic-iid, synthetic-1-1, mnist, femnist, leaf:PATH, got 'no-such-data'
+    fedcontext.errors.FedcontextError: dataset must be one of synthetic-iid, synthetic-A-B, synthetic-A-B-N, mnist, femnist, leaf:PATH, got 'no-such-data'
     """
     if name == "synthetic-iid":
         return synthetic(0, 0, iid=True, seed=seed)

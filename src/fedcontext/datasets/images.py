@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedcontext.datasets.federated import Features, FederatedData, federate, join
+from fedcontext.datasets.federated import Features, FederatedData, federate, gather
 from fedcontext.datasets.files import find, read_arrays
 from fedcontext.plan import IntArray, Stream, generator
 
 DEVICES, EACH, DIGITS_PER_DEVICE = 1_000, 5, 2
+BLOCK = 256  # rows at a time that stay in a core's cache
 
 
 def mnist(seed: int = 0) -> FederatedData:
@@ -59,10 +60,20 @@ def standardised(pixels: IntArray) -> Features:
     array([[ 0.,  1.],
            [ 0., -1.]], dtype=float32)
     """
-    scaled = pixels.astype(np.float32)
-    centre, spread = scaled.mean(axis=0, dtype=np.float64), scaled.std(axis=0, dtype=np.float64)
-    scaled -= centre.astype(np.float32)
-    scaled /= (spread + 0.001).astype(np.float32)
+    cuts = range(0, len(pixels), BLOCK)  # whole copies in float64 would take most of the time
+    total, squares = np.zeros((2, pixels.shape[1]))
+    for start in cuts:
+        block = pixels[start : start + BLOCK].astype(np.float64)
+        total += block.sum(axis=0)
+        squares += np.square(block, out=block).sum(axis=0)
+    centre = total / len(pixels)
+    spread = np.sqrt(len(pixels) * squares - total**2) / len(pixels)  # of whole numbers, without rounding
+    scaled = np.empty(pixels.shape, np.float32)
+    for start in cuts:
+        rows = scaled[start : start + BLOCK]
+        rows[...] = pixels[start : start + BLOCK]
+        rows -= centre.astype(np.float32)
+        rows /= (spread + 0.001).astype(np.float32)
     return scaled
 
 
@@ -83,5 +94,4 @@ def femnist() -> FederatedData:
     groups = np.split(order, np.flatnonzero(np.diff(writers[order])) + 1)
     groups = [group for group in groups if not held_out[group].all()]
     train, test = ([group[held_out[group] == side] for group in groups] for side in (False, True))
-    sides = [join([(ink[part], labels[part]) for part in parts]) for parts in (train, test)]
-    return FederatedData("femnist", sides[0], sides[1], classes=62)
+    return FederatedData("femnist", gather(ink, labels, train), gather(ink, labels, test), classes=62)
