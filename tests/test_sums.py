@@ -15,6 +15,7 @@ from fedcontext.errors import FedcontextError
 from fedcontext.geometry import Report, measure, will_do
 
 sums = pytest.importorskip("fedcontext.sums")
+REGISTER = pytest.importorskip("fedcontext.tiles").REGISTER
 torch = pytest.importorskip("torch")
 
 RULE = fc.contextual(smoothness=2.0)
@@ -77,6 +78,17 @@ def test_float64_is_never_multiplied_in_less(rows, columns, seed):
     everyone = list(normal(seed, rows + columns, 1_000, dtype=np.float64))
     quick, exact = (sums.products(everyone[:rows], everyone[rows:], quick) for quick in (True, False))
     np.testing.assert_array_equal(quick, exact)
+
+
+@given(dtype=st.sampled_from([np.float32, np.float64]), **COUNTS)
+def test_a_vectors_lanes_are_added_to_their_neighbours_and_these_sums_to_theirs(rows, columns, dtype, seed):
+    lanes = REGISTER // np.dtype(dtype).itemsize
+    everyone = normal(seed, rows, lanes, dtype=dtype)
+    wanted = everyone
+    while wanted.shape[1] > 1:
+        wanted = wanted[:, ::2] + wanted[:, 1::2]
+    found = sums.products([*everyone], [np.ones(lanes, dtype)] * columns, quick=True)[:, rows:]
+    np.testing.assert_array_equal(found, np.repeat(wanted, columns, axis=1))
 
 
 @given(places=st.lists(st.integers(0, 31), min_size=6, max_size=6), size=st.integers(1, 3_000), quick=st.booleans())

@@ -137,17 +137,24 @@ def _read(builder: Any, address: Any, kind: Any, align: int, wanted: Any) -> Any
 def _folded(builder: Any, sums: list[Any], lanes: int) -> list[Any]:
     """Return vectors of the sums of the given vectors' lanes, in order.
 
-    Lanes are added to their neighbours, then twos to twos and so on; each time two vectors become one. Half of its
-    lanes stay where they are, which costs less than moving them.
+    Lanes are added to their neighbours, then twos to twos and so on; each time two vectors become one. Lanes move within
+    blocks of 16 bytes, then blocks as a whole: other ways to move them keep the units busy that multiply.
     """
-    step = 1
+    block, step = lanes * 16 // REGISTER, 1
     while step < lanes:
-        stay = [lane + lanes * (lane & step > 0) for lane in range(lanes)]
-        masks = [ir.Constant(ir.VectorType(ir.IntType(32), lanes), [lane ^ by for lane in stay]) for by in (0, step)]
+        unit, among = (1, block) if step < block else (block, lanes)
+        sources = [[_source(lane, odd, unit, among, lanes) for lane in range(lanes)] for odd in range(2)]
+        masks = [ir.Constant(ir.VectorType(ir.IntType(32), lanes), source) for source in sources]
         pairs = zip(sums[::2], sums[1::2], strict=True)
         sums = [builder.fadd(*(builder.shuffle_vector(one, two, mask) for mask in masks)) for one, two in pairs]
         step *= 2
     return sums
+
+
+def _source(lane: int, odd: int, unit: int, among: int, lanes: int) -> int:
+    """Return which lane of two vectors to take: of each two units of lanes one, first those of the first vector."""
+    place = 2 * (lane % among // unit) + odd
+    return lane - lane % among + lane % unit + place * unit % among + lanes * (place * unit >= among)
 
 
 def _fetched(builder: Any, address: Any) -> Any:
