@@ -102,6 +102,16 @@ def test_the_same_bits_wherever_the_arrays_lie(places, size, quick):
     )
 
 
+@given(size=st.integers(1, 3_000), quick=st.booleans(), dtype=st.sampled_from([np.float32, np.float64]), **COUNTS)
+def test_the_same_bits_with_and_without_copies_of_four_rows(rows, columns, size, quick, dtype, seed):
+    everyone, found = [*normal(seed, rows + columns, size, dtype=dtype)], []
+    for crowded in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sums, "_crowded", lambda _, crowded=crowded: crowded)
+            found.append(sums.products(everyone[:rows], everyone[rows:], quick))
+    np.testing.assert_array_equal(*found)
+
+
 @pytest.mark.parametrize("quick", [True, False])
 def test_the_same_bits_whichever_core_is_first(quick, monkeypatch):
     rows = [*normal(0, 6, 9_000)]
