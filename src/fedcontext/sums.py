@@ -51,7 +51,7 @@ def products(rows: Sequence[Matrix], columns: Sequence[Matrix], quick: bool = Fa
     upright, across = _fours(rows), _fours(columns[1:])
     addresses = _addresses([*upright, *across, *[first] * TILE])
     shape = len(upright) // TILE, (len(upright) + len(across)) // TILE, TILE * TILE
-    parts = np.zeros((max(1, min(PARTS, PARTS_BYTES // (8 * math.prod(shape)))), *shape))
+    parts = np.empty((max(1, min(PARTS, PARTS_BYTES // (8 * math.prod(shape)))), *shape))
     cuts = _cuts(rows[0].nbytes, len(parts))
     crowded = _crowded(addresses)
 

@@ -44,12 +44,13 @@ CORNER = [(FOUND[place], TILE) if place in FOUND else (min(place), place[1]) for
 def add_products(
     addresses: IntArray, copied: bool, entry: Any, total: Any, cuts: IntArray, first: int, last: int, parts: Matrix
 ) -> None:
-    """Add to each of ``parts`` from first to last the products of the rows' bytes between two ``cuts``."""
+    """Write to each of ``parts`` from first to last the products of the rows' bytes between two ``cuts``."""
     count = addresses.size
     spare = np.zeros((count + 2 * TILE, PIECE // 4), np.int32)
     tables = np.empty((2, count + TILE), np.int64)
     tables[0, :count], tables[1, :count] = addresses, np.int64(spare.ctypes.data) + PIECE * np.arange(count)
     for part in range(first, last):
+        parts[part] = 0
         _add_products(tables, copied, entry, total, cuts[part], cuts[part + 1], spare, parts[part])
 
 
