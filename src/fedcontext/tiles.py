@@ -85,17 +85,18 @@ def _add_products(
         for row in range(TILE):
             known[count + row] = copy + SPACE * row - offset
         where, tile = np.int64(known.ctypes.data), 0
+        further = offset + PIECE * (1 if copied else AHEAD)  # a second one would push crowded rows out of their cache
         for row in range(panels):
             source = count if copied else TILE * row
             for column in range(row, width):
                 place = out + 8 * TILE * TILE * (row * width + column)
                 ahead = (last + 1) * tile // tiles  # the row to fetch for a later piece
                 if column > row:
-                    _square(entry, total, where, source, TILE * column, ahead, offset, place)
+                    _square(entry, total, where, source, TILE * column, ahead, further, offset, place)
                 elif copied:
-                    _copied_corner(entry, total, where, TILE * row, last, ahead, offset, place)
+                    _copied_corner(entry, total, where, TILE * row, last, ahead, further, offset, place)
                 else:
-                    _corner(entry, total, where, TILE * row, last, ahead, offset, place)
+                    _corner(entry, total, where, TILE * row, last, ahead, further, offset, place)
                 tile += 1
         begin = end
 
@@ -107,18 +108,26 @@ def _tile(pairs: Sequence[tuple[int, int]], copied: bool = False) -> Any:
     """
 
     def typed(
-        context: Any, entry: Any, total: Any, table: Any, row: Any, column: Any, ahead: Any, offset: Any, out: Any
+        context: Any,
+        entry: Any,
+        total: Any,
+        table: Any,
+        row: Any,
+        column: Any,
+        ahead: Any,
+        further: Any,
+        offset: Any,
+        out: Any,
     ) -> tuple[Any, Callable[..., Any]]:
         size, lanes = entry.dtype.bitwidth // 8, 8 * REGISTER // total.dtype.bitwidth
 
         def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-            _, _, table, row, column, ahead, offset, out = given
+            _, _, table, row, column, ahead, further, offset, out = given
             read, summed, wide = (
                 ir.VectorType(context.get_data_type(kind), lanes) for kind in (entry.dtype, total.dtype, types.float64)
             )
             starts = [_address(builder, table, row, i, offset) for i in range(TILE)]
             starts += [_address(builder, table, column, i, offset) for i in range(1 + max(j for _, j in pairs) - TILE)]
-            further = builder.add(offset, _int64(AHEAD * PIECE))
             later = [_address(builder, table, ahead, i, further) for i in range(2)]
             copies = [_address(builder, table, column, TILE + i, offset) for i in range(TILE)] if copied else []
             sums = [_variable(builder, ir.Constant(summed, [0.0] * lanes)) for _ in pairs]
@@ -139,7 +148,7 @@ def _tile(pairs: Sequence[tuple[int, int]], copied: bool = False) -> Any:
                 builder.store(builder.fadd(builder.load(target, align=8), value), target, align=8)
             return context.get_dummy_value()
 
-        return types.void(entry, total, *[types.int64] * 6), generate
+        return types.void(entry, total, *[types.int64] * 7), generate
 
     return intrinsic(typed)
 
