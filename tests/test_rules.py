@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import fedcontext as fc
 from fedcontext.errors import FedcontextError
-from fedcontext.geometry import Geometry
-from fedcontext.rules import expected_gram
+from fedcontext.geometry import Geometry, surely_mild
+from fedcontext.rules import expected_gram, solve
 
 ODDITIES = ("duplicated", "zero", "parallel", "opposite", "huge", "tiny", "none")
 
@@ -50,6 +50,32 @@ def test_null_space_and_gram_take_the_same_step(problem):
     updates, gradient, beta = problem
     by_gram = step(updates, gradient, fc.contextual(beta))
     assert close(by_gram, step(updates, gradient, fc.contextual(beta, solver="null-space")))
+
+
+def with_condition(count, exponent, seed):
+    """A positive matrix with eigenvalues from 1 to 10^-exponent, the largest and the smallest among them."""
+    random = np.random.default_rng(seed)
+    basis, _ = np.linalg.qr(random.standard_normal((count, count)))
+    powers = np.concatenate([[0, -exponent], -exponent * random.random(count - 2)])
+    return (basis * 10.0**powers) @ basis.T
+
+
+CONDITIONS = {"count": st.integers(2, 40), "exponent": st.floats(0, 12), "seed": st.integers(0, 99)}
+
+
+@given(limit=st.floats(0, 9), **CONDITIONS)
+def test_what_is_surely_mild_is_mild_and_what_is_milder_still_is_seen_to_be(count, exponent, seed, limit):
+    sure = surely_mild(with_condition(count, exponent, seed), 10**limit)
+    assert sure if exponent + np.log10(count) / 2 < limit - 0.01 else not sure or exponent < limit + 0.01
+
+
+@given(**CONDITIONS)
+def test_elimination_and_eigenvalues_solve_alike(count, exponent, seed):
+    matrix, right = with_condition(count, exponent, seed), np.random.default_rng(seed).standard_normal(count)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedcontext.rules.surely_mild", lambda *_: False)
+        by_eigenvalues = solve(matrix, right)
+    assert close(solve(matrix, right), by_eigenvalues, 1e-14 * count * 10**exponent)
 
 
 @given(problems())

@@ -15,6 +15,7 @@ from fedcontext.errors import FedcontextError
 from fedcontext.geometry import Report, measure, will_do
 
 sums = pytest.importorskip("fedcontext.sums")
+REGISTER = pytest.importorskip("fedcontext.tiles").REGISTER
 torch = pytest.importorskip("torch")
 
 RULE = fc.contextual(smoothness=2.0)
@@ -79,6 +80,17 @@ def test_float64_is_never_multiplied_in_less(rows, columns, seed):
     np.testing.assert_array_equal(quick, exact)
 
 
+@given(dtype=st.sampled_from([np.float32, np.float64]), **COUNTS)
+def test_a_vectors_lanes_are_added_to_their_neighbours_and_these_sums_to_theirs(rows, columns, dtype, seed):
+    lanes = REGISTER // np.dtype(dtype).itemsize
+    everyone = normal(seed, rows, lanes, dtype=dtype)
+    wanted = everyone
+    while wanted.shape[1] > 1:
+        wanted = wanted[:, ::2] + wanted[:, 1::2]
+    found = sums.products([*everyone], [np.ones(lanes, dtype)] * columns, quick=True)[:, rows:]
+    np.testing.assert_array_equal(found, np.repeat(wanted, columns, axis=1))
+
+
 @given(places=st.lists(st.integers(0, 31), min_size=6, max_size=6), size=st.integers(1, 3_000), quick=st.booleans())
 def test_the_same_bits_wherever_the_arrays_lie(places, size, quick):
     rows = normal(0, 6, size)
@@ -88,6 +100,16 @@ def test_the_same_bits_wherever_the_arrays_lie(places, size, quick):
     np.testing.assert_array_equal(
         sums.products(moved[:5], moved[5:], quick), sums.products([*rows[:5]], [*rows[5:]], quick)
     )
+
+
+@given(size=st.integers(1, 3_000), quick=st.booleans(), dtype=st.sampled_from([np.float32, np.float64]), **COUNTS)
+def test_the_same_bits_with_and_without_copies_of_four_rows(rows, columns, size, quick, dtype, seed):
+    everyone, found = [*normal(seed, rows + columns, size, dtype=dtype)], []
+    for crowded in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sums, "_crowded", lambda _, crowded=crowded: crowded)
+            found.append(sums.products(everyone[:rows], everyone[rows:], quick))
+    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize("quick", [True, False])

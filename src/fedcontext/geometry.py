@@ -139,10 +139,29 @@ def will_do(products: FloatArray, size: int, probe_shares: FloatArray) -> bool:
     if not np.isfinite(products).all() or lengths.min() < shortest:
         return False
     normal = products / lengths[:, None]
-    slopes, values = normal[:, count:], np.linalg.eigvalsh(normal[:, :count] / lengths)
+    slopes, gram = normal[:, count:], normal[:, :count] / lengths
     along, mean = np.abs(slopes).max(axis=0), np.abs(slopes @ probe_shares).max()
-    lasting = bool((along >= shortest).all()) and mean >= FAINTEST * along.max(initial=0)
-    return bool(lasting and values[-1] <= QUICK_CONDITION * values[0])
+    lasting = bool((along >= shortest).all() and mean >= FAINTEST * along.max(initial=0))
+    if not lasting or surely_mild(gram, QUICK_CONDITION):
+        return lasting
+    values = np.linalg.eigvalsh(gram)
+    return bool(values[-1] <= QUICK_CONDITION * values[0])
+
+
+def surely_mild(matrix: FloatArray, limit: float) -> bool:
+    """Return True where a symmetric matrix is quickly seen to be positive and of a condition of at most ``limit``.
+
+    No eigenvalue is above the largest sum of a row's sizes, and none below what can be taken off the diagonal with a
+    Cholesky factor left. False says little: that sum can be √K times the largest eigenvalue.
+
+    >>> surely_mild(np.array([[1.0, 0.5], [0.5, 1.0]]), limit=4), surely_mild(np.ones((2, 2)), limit=1e6)
+    (True, False)
+    """
+    try:
+        np.linalg.cholesky(matrix - np.abs(matrix).sum(axis=0).max() / limit * np.eye(len(matrix)))
+    except np.linalg.LinAlgError:
+        return False
+    return True
 
 
 def _vectors(structures: Sequence[Leaves], names: Sequence[str]) -> FloatArray:

@@ -20,6 +20,7 @@ from fedcontext.tiles import (
     FREE,
     LEAD,
     LINE,
+    PAGE,
     PIECE,
     TILE,
     IntArray,
@@ -33,6 +34,7 @@ from fedcontext.tiles import (
 SHARES = 2  # tasks for each core: one that begins late leaves more to the others
 PARTS = 32  # sums of products that are kept apart: their number, and with it every bit, is the same on all machines
 PARTS_BYTES = 32 * 2**20  # that all parts take at most
+CROWD = 40  # rows on the same places of the first cache, from which it pays to copy them
 WIDTH = 128  # entries of the weighted sum that are worked on at a time
 
 
@@ -49,11 +51,12 @@ def products(rows: Sequence[Matrix], columns: Sequence[Matrix], quick: bool = Fa
     upright, across = _fours(rows), _fours(columns[1:])
     addresses = _addresses([*upright, *across, *[first] * TILE])
     shape = len(upright) // TILE, (len(upright) + len(across)) // TILE, TILE * TILE
-    parts = np.zeros((max(1, min(PARTS, PARTS_BYTES // (8 * math.prod(shape)))), *shape))
+    parts = np.empty((max(1, min(PARTS, PARTS_BYTES // (8 * math.prod(shape)))), *shape))
     cuts = _cuts(rows[0].nbytes, len(parts))
+    crowded = _crowded(addresses)
 
     def work(task: tuple[int, int]) -> None:
-        add_products(addresses, entry, entry if quick else np.float64, cuts, *task, parts)
+        add_products(addresses, crowded, entry, entry if quick else np.float64, cuts, *task, parts)
 
     with _ready(entry, quick):
         on_all_cores(work, _tasks(len(parts)))
@@ -96,6 +99,11 @@ def combine(base: Matrix, rows: Sequence[Matrix], weights: FloatArray, result: M
 
 def _addresses(arrays: Sequence[Matrix]) -> IntArray:
     return np.array([array.ctypes.data for array in arrays], np.int64)
+
+
+def _crowded(addresses: IntArray) -> bool:
+    """Return whether many arrays begin at the same place of a page, as large ones that were made one by one do."""
+    return bool(np.sum((addresses - addresses[0]) % PAGE == 0) > max(CROWD, addresses.size / 2))
 
 
 def _fours(rows: Sequence[Matrix]) -> list[Matrix]:
