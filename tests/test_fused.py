@@ -101,4 +101,4 @@ def test_a_gpu_trains_fused_convolutions_as_a_cpu_its_own(speed):
         assert distance(moves, slow.train(slow.start(), work)) < 1e-4
     assert fast.stacked.speed == speed
     assert {type(layer).__name__ for layer in fast.learner.module[:5:2]} == {"_Fused"}
-    assert fast.stacked.stage.layers == ["6"]
+    assert fast.stacked.stage.factors.layers == ["6"]

@@ -67,7 +67,7 @@ class Learner:
         if precision not in ("full", "tf32", "bfloat16"):
             raise FedcontextError(f"precision must be full, tf32 or bfloat16, got {precision!r}")
         with seeded(device, seed):
-            made = module() if callable(module) and not isinstance(module, nn.Module) else copy.deepcopy(module)
+            made = copy.deepcopy(module() if callable(module) and not isinstance(module, nn.Module) else module)
         if not isinstance(made, nn.Module):
             raise FedcontextError(
                 f"module must be a torch.nn.Module or a function that makes one, got {type(made).__name__}"

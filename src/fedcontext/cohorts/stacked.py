@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedcontext.cohorts.factors import Stack
 from fedcontext.cohorts.learner import Learner, Params, first_line, seeded
-from fedcontext.cohorts.stage import Speed, Stack, Stage, plan_steps, stacked_gradients
+from fedcontext.cohorts.stage import Speed, Stage, plan_steps, stacked_gradients
 from fedcontext.datasets.federated import Split
 from fedcontext.errors import FedcontextError, require
 from fedcontext.plan import Stream, generator
@@ -97,7 +98,7 @@ class AtOnce:
     @torch.no_grad()
     def _run(self, params: Params, work: Work, chosen: list[int]) -> Stack:
         size = min(work.local.batch_size, int(self.split.sizes.max()))
-        self.length = max(self.length, int((work.epochs * -(-self.split.sizes[work.devices] // size)).max()))
+        self.length = max(self.length, int(work.epochs.max()) * self._epoch(size))
         stage = self.stage
         if stage is None or not stage.fits(len(chosen), size, self.length, work.local):
             self.stage = stage = None  # free its places before new ones are taken
@@ -109,6 +110,14 @@ class AtOnce:
             result = stage.run(steps, work.local.learning_rate)
         self.stage, self.speed = stage, stage.speed  # what could not be had is not tried again
         return result
+
+    def _epoch(self, size: int) -> int:
+        """Return the steps of the largest device's epoch: no cohort then needs more, and other places."""
+        return -(-int(self.split.sizes.max()) // size)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs: room and recordings are made anew."""
+        return {**self.__dict__, "stage": None}
 
     @torch.no_grad()
     def gradients(self, params: Params, devices: list[int], rows: int) -> list[dict[str, Tensor]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
-from fedcontext.cohorts.factors import layers_of_low_rank
+from fedcontext.cohorts.factors import Factors, Stack, layers_to_factor
 from fedcontext.cohorts.learner import Learner, Params, first_line
 from fedcontext.datasets.federated import Split
 from fedcontext.errors import require
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from fedcontext.cohorts import Work
 
 Speed: TypeAlias = Literal["auto", "plain", "graph", "compile", "search"]
-Stack: TypeAlias = dict[str, Tensor]  # (C, ...) each: a row of every leaf belongs to one device
 WARM_UP = 3  # steps before a CUDA graph is recorded: libraries allocate and choose their kernels in them
 NORM_FLOOR = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -82,33 +81,28 @@ def stacked_gradients(learner: Learner, own: bool) -> Callable[..., Stack]:
 
 
 class Stage:
-    """Places for the stacked models of up to ``width`` devices, and the step that moves them all.
+    """Room for the stacked models of up to ``width`` devices, and the step that moves them all.
 
-    Layers whose weights up to ``length`` steps change by less than a full rank keep factors in their place (`factors`).
+    Layers may keep factors in place of weights (`factors`), where those of ``length`` steps are smaller.
     """
 
     def __init__(
         self, learner: Learner, params: Params, width: int, size: int, length: int, local: Local, speed: Speed
     ) -> None:
         self.learner, self.width, self.length, self.local, self.speed = learner, width, length, local, speed
-        self.layers = layers_of_low_rank(learner, length * size)
-        self.anchor = {name: params[name].clone() for name in params}
-        self.inputs: Stack = {}
-        for layer in self.layers:
-            weight = self.anchor[f"{layer}.weight"]
-            self.anchor[f"{layer}.share"] = weight.new_ones(())
-            self.anchor[f"{layer}.slopes"] = weight.new_zeros((length * size, weight.shape[0]))
-            self.inputs[layer] = weight.new_zeros((width, length * size, weight.shape[1]))
-        self.whole = [name for name in learner.trainable if name.removesuffix(".weight") not in self.layers]
-        self.kept = [f"{layer}.{place}" for layer in self.layers for place in ("share", "slopes")]
+        self.factors = Factors(layers_to_factor(learner, size, length), rows=length * size)
+        beginning = self.factors.beginning(params)
+        self.anchor = {**{name: leaf.clone() for name, leaf in params.items()}, **beginning}
+        whole = [name for name in learner.trainable if not self.factors.keeps(name)]
         self.own = {
-            name: self.anchor[name].expand(width, *self.anchor[name].shape).clone() for name in self.whole + self.kept
+            name: self.anchor[name].expand(width, *self.anchor[name].shape).clone() for name in [*whole, *beginning]
         }
+        self.inputs = self.factors.inputs(params, width)
         self.velocity = {name: torch.zeros_like(own) for name, own in self.own.items()} if local.momentum else {}
         self.rows = torch.zeros((width, size), dtype=torch.int64, device=learner.device)
         self.shares = torch.zeros((width, size), dtype=learner.dtype, device=learner.device)
         self.rates = torch.zeros(width, dtype=learner.dtype, device=learner.device)
-        self.places = torch.arange(size, device=learner.device)  # of a step's samples among the factors
+        self.slots = torch.arange(size, device=learner.device)  # of a step's samples among all
         self.step: Callable[..., Stack] = self._step
         compiled = speed in ("compile", "search")
         if compiled:
@@ -123,9 +117,8 @@ class Stage:
     def fits(self, width: int, size: int, length: int, local: Local) -> bool:
         """Return whether the work of these devices can be done in these places; any learning rate can."""
         same = replace(local, learning_rate=self.local.learning_rate) == self.local
-        return (
-            same and width <= self.width and self.rows.shape[1] == size and (length <= self.length or not self.layers)
-        )
+        room = length <= self.length or not self.factors.layers
+        return same and room and width <= self.width and self.rows.shape[1] == size
 
     def run(self, steps: Steps, learning_rate: float) -> Stack:
         """Return the updates of the devices in ``steps``, from where `load` has put them."""
@@ -140,7 +133,7 @@ class Stage:
             self.shares[:devices].copy_(steps.shares[step])
             self.rates[active:].zero_()
             self.replays[count]()
-            self.places += self.places.numel()
+            self.slots += self.slots.numel()
         return {name: self._moved(name, devices) for name in self.learner.trainable}
 
     def load(self, params: Params) -> None:
@@ -154,29 +147,27 @@ class Stage:
             own.copy_(self.anchor[name])
         for leaf in (*self.velocity.values(), *self.inputs.values(), self.shares):
             leaf.zero_()
-        torch.arange(self.places.numel(), out=self.places)
+        torch.arange(self.slots.numel(), out=self.slots)
 
     def _moved(self, name: str, devices: int) -> Tensor:
         """Return (devices, ...): what the steps have added to a leaf."""
-        if name in self.whole:
+        if not self.factors.keeps(name):
             return self.own[name][:devices] - self.anchor[name]
-        layer = name.removesuffix(".weight")
-        moved = self.own[f"{layer}.slopes"][:devices].mT @ self.inputs[layer][:devices]
-        if self.local.mu or self.local.weight_decay:
-            moved += (self.own[f"{layer}.share"][:devices, None, None] - 1) * self.anchor[name]
-        return moved
+        own, inputs = ({key: leaf[:devices] for key, leaf in stack.items()} for stack in (self.own, self.inputs))
+        shrunk = self.local.mu or self.local.weight_decay
+        return self.factors.moved(name, own, inputs, self.anchor[name] if shrunk else None)
 
     def _recorded(self, count: int) -> Callable[[], None]:
         """Return the step of the first ``count`` devices as fast as asked for, or as possible (with a warning)."""
         own, velocity, inputs = (
             {name: tensor[:count] for name, tensor in stack.items()} for stack in (self.own, self.velocity, self.inputs)
         )
-        given = (self.rows[:count], self.shares[:count], self.rates[:count], self.places)
+        given = (self.rows[:count], self.shares[:count], self.rates[:count], self.slots)
 
         def step() -> None:
             found = self.step(own, velocity, inputs, self.anchor, *given, self.learner.features, self.learner.labels)
             for layer, rows in found.items():  # not in the step: a compiler would copy all to change some
-                inputs[layer].index_copy_(1, self.places, rows)
+                inputs[layer].index_copy_(1, self.slots, rows)
 
         if self.speed == "plain":
             return step
@@ -198,7 +189,7 @@ class Stage:
         rows: Tensor,
         shares: Tensor,
         rates: Tensor,
-        places: Tensor,
+        slots: Tensor,
         features: Tensor,
         labels: Tensor,
     ) -> Stack:
@@ -207,21 +198,15 @@ class Stage:
         Return the inputs of the layers that keep factors.
         """
         local = self.local
-        common = {
-            name: anchor[name] for name in [*self.learner.constants, *(f"{layer}.weight" for layer in self.layers)]
-        }
-        held = {name: own[name] for name in self.kept} | {f"{layer}.inputs": inputs[layer] for layer in self.layers}
-        moved = {name: own[name] for name in self.whole}
-        for layer in self.layers:  # what is found as their slopes are the factors of the weights' ones
-            out, into = anchor[f"{layer}.weight"].shape
-            moved[f"{layer}.slope"], moved[f"{layer}.input"] = (shares.new_zeros((*rows.shape, n)) for n in (out, into))
-        slopes = stacked_gradients(self.learner, own=True)(moved, held, common, features[rows], labels[rows], shares)
-        scales = _clipping(slopes, self.layers, local.clip) if local.clip else None
-        for layer in self.layers:
-            slopes[f"{layer}.share"] = torch.zeros_like(rates)
-            slopes[f"{layer}.slopes"] = torch.zeros_like(own[f"{layer}.slopes"]).index_copy(
-                1, places, slopes[f"{layer}.slope"]
-            )
+        found, kept, common = self.factors.given(own, inputs, anchor, size=rows.shape[1])
+        moved = {name: leaf for name, leaf in own.items() if name not in kept} | found
+        common |= {name: anchor[name] for name in self.learner.constants}
+        slopes = stacked_gradients(self.learner, own=True)(moved, kept, common, features[rows], labels[rows], shares)
+        scales = None
+        if local.clip:
+            plain = [slope for name, slope in slopes.items() if name not in found]
+            scales = _clipping([_squares(slope) for slope in plain] + self.factors.squares(slopes), local.clip)
+        taken = self.factors.take(slopes, own, slots)
         for name, tensor in own.items():
             slope = slopes[name] if scales is None else slopes[name] * _along(scales, tensor)
             if local.weight_decay:
@@ -231,7 +216,7 @@ class Stage:
             if local.momentum:
                 slope = velocity[name].mul_(local.momentum).add_(slope)
             tensor.addcmul_(slope, _along(rates, tensor), value=-1)
-        return {layer: slopes[f"{layer}.input"] for layer in self.layers}
+        return taken
 
 
 def _graph(step: Callable[[], None], others: list[torch.cuda.CUDAGraph]) -> Callable[[], None]:
@@ -249,17 +234,13 @@ def _graph(step: Callable[[], None], others: list[torch.cuda.CUDAGraph]) -> Call
     return graph.replay
 
 
-def _clipping(slopes: Stack, layers: list[str], clip: float) -> Tensor:
+def _squares(slope: Tensor) -> Tensor:
+    """Return (C,) squared lengths."""
+    return slope.flatten(1).square().sum(dim=1) if slope.ndim > 1 else slope.square()
+
+
+def _clipping(squares: list[Tensor], clip: float) -> Tensor:
     """Return (C,) what each device's gradient is scaled by to have a norm of at most ``clip``."""
-    factors = {f"{layer}.{place}" for layer in layers for place in ("slope", "input")}
-    squares = [
-        slope.flatten(1).square().sum(dim=1) if slope.ndim > 1 else slope.square()
-        for name, slope in slopes.items()
-        if name not in factors
-    ]
-    for layer in layers:
-        one, other = slopes[f"{layer}.slope"], slopes[f"{layer}.input"]
-        squares.append(((one @ one.mT) * (other @ other.mT)).sum(dim=(1, 2)))
     norms = torch.stack(squares).sum(dim=0).sqrt()
     return (clip / (norms + NORM_FLOOR)).clamp(max=1)
 
