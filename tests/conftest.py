@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
+from importlib import import_module
 from importlib.util import find_spec
 
 import numpy as np
@@ -14,7 +14,7 @@ from fedcontext.datasets import FederatedData, federate, files, iid, load
 
 settings.register_profile("fedcontext", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fedcontext")
-if not shutil.which("nvidia-smi"):
+if find_spec("torch") and not import_module("torch").cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton looks at it when it is imported
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fedcontext.cohorts import Work
-from fedcontext.cohorts.convolutions import converted, fused_obstacle
+from fedcontext.cohorts.convolutions import converted, hindrance_to_fused
 from fedcontext.cohorts.module import ModuleEngine
 from test_module import CPU, LOCALS, distance, some_data
 
@@ -75,12 +75,26 @@ def test_second_derivatives_are_refused():
         torch.func.grad(lambda own: slope(own, x).sum())(kernels)
 
 
+@pytest.mark.parametrize(("x", "kernels"), [((1, 32, 4, 4), (16, 16, 3, 3)), ((1, 16, 2, 2), (16, 16, 3, 3))])
+def test_kernels_that_do_not_fit_are_refused(x, kernels):
+    with pytest.raises(ValueError, match="do not fit samples of shape"):
+        fused.convolution(some(*x), some(*kernels))
+
+
+def test_any_number_of_samples_will_do():
+    for samples in (1, 2, 5):
+        x, kernels = some(samples, 16, 4, 4), some(16, 16, 3, 3)
+        slopes = [torch.func.grad(partial(loss, way))(kernels, x) for way in (fused.convolution, nn.functional.conv2d)]
+        assert apart(slopes[:1], slopes[1:]) < 1e-3  # the library may use TF32
+
+
 def test_elsewhere_they_are_made_of_slices():
-    assert fused_obstacle(torch.device("cpu")) == "they need a GPU"
+    assert hindrance_to_fused(torch.device("cpu")) == "they need a GPU"
     layer = nn.Conv2d(16, 16, 3)
     x = torch.randn(2, 16, 5, 5)
     expected = layer(x)
     assert torch.allclose(converted(layer, "fused")(x), expected, atol=1e-5)
+    assert torch.allclose(layer(x[0]), expected[0], atol=1e-5)  # without an axis of samples
     assert type(layer).__name__ == "_Fused"
 
 

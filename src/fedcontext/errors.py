@@ -33,8 +33,10 @@ def require(module: str, extra: str) -> ModuleType:
     try:
         importlib.import_module(module.partition(".")[0])  # whose name is the one to complain about
         return importlib.import_module(module)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise MissingExtra(f"{error.name or module} is not installed: pip install 'fedcontext[{extra}]'") from error
+    except ImportError as error:
+        raise MissingExtra(f"{module} cannot be imported ({error}): pip install -U 'fedcontext[{extra}]'") from error
 
 
 def positive(name: str, value: float) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor, nn  # noqa: E402
 Convolutions: TypeAlias = Literal["auto", "library", "unfold", "slices", "fused"]
 
 
-CHANNELS = 16  # fused convolutions take multiples of this
+CHANNELS = 16  # fused convolutions take multiples of this: the least that tensor cores multiply
 WIDE = 64  # numbers that an output is made of, from which one product a device is faster than one a sample
 
 
@@ -67,6 +67,8 @@ class _Fused(_Sliced):
     """Gathered and multiplied in one kernel, on a GPU and where there is a kernel; else from slices."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 4:
+            return nn.Conv2d.forward(self, x)
         if not (x.is_cuda and x.dtype == torch.float32 and self._has_kernel(x)):
             return super().forward(x)
         from fedcontext.cohorts.fused import convolution  # Triton comes with PyTorch for GPUs alone
@@ -76,24 +78,26 @@ class _Fused(_Sliced):
 
     def _has_kernel(self, x: Tensor) -> bool:
         still = {*self.stride, *self.dilation} == {1}
-        within = all(int(self.padding[i]) < self.kernel_size[i] for i in (0, 1))  # outputs twice as wide at most
+        within = all(int(self.padding[i]) < self.kernel_size[i] for i in (0, 1))
         channels = self.in_channels % CHANNELS == self.out_channels % CHANNELS == 0
-        return still and within and channels and x.numel() * max(1, 4 * self.out_channels // self.in_channels) < 2**31
+        around = (x.shape[-2] + 2 * int(self.padding[0])) * (x.shape[-1] + 2 * int(self.padding[1]))
+        small = len(x) * around * max(self.in_channels, self.out_channels) < 2**31  # places are 32-bit numbers
+        return still and within and channels and small
 
 
-def fused_obstacle(device: torch.device) -> str | None:
+def hindrance_to_fused(device: torch.device) -> str | None:
     """Return why fused convolutions cannot be had on a device, or None.
 
-    >>> fused_obstacle(torch.device("cpu"))
+    >>> hindrance_to_fused(torch.device("cpu"))
     'they need a GPU'
     """
     if device.type != "cuda":
         return "they need a GPU"
     try:
-        from fedcontext.cohorts.fused import obstacle
-    except FedcontextError as error:
+        from fedcontext.cohorts.fused import hindrance
+    except (FedcontextError, AttributeError) as error:  # an older PyTorch has no such operations
         return str(error)
-    return obstacle(device)
+    return hindrance(device)
 
 
 def converted(module: nn.Module, convolutions: Convolutions) -> nn.Module:

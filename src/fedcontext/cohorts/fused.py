@@ -7,28 +7,31 @@ larger than those of float32's own. Where the library may use TF32 for products,
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 from fedcontext.cohorts import fused_kernels
+from fedcontext.cohorts.convolutions import CHANNELS
+from fedcontext.cohorts.learner import first_line
 from fedcontext.errors import require
 
 require("torch", extra="torch")
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-CHANNELS = 16  # inputs and outputs come in multiples of this: the least that tensor cores multiply
 PARTS = 2  # sums over the places that are kept apart: 450 blocks for 50 devices, where an H200 runs 132 at a time
 WARPS = 4
 
 
 @cache
-def obstacle(device: torch.device) -> str | None:
+def hindrance(device: torch.device) -> str | None:
     """Return why these convolutions cannot be had on a device, or None; tried once, as drivers and compilers vary."""
+    x, kernels = torch.zeros(1, 32, 3, 3, device=device), torch.zeros(64, 32, 3, 3, device=device)
     try:
-        convolution(torch.zeros(1, CHANNELS, 3, 3, device=device), torch.zeros(CHANNELS, CHANNELS, 3, 3, device=device))
+        torch.func.grad(lambda given: convolution(x, given).sum())(kernels)
     except Exception as error:
-        return str(error) or type(error).__name__
+        return first_line(error)
     return None
 
 
@@ -37,6 +40,9 @@ def convolution(x: Tensor, kernels: Tensor, up: int = 0, left: int = 0) -> Tenso
 
     There are ``up`` rows and ``left`` columns of zeros on each side. vmap stacks it.
     """
+    tall, broad = _sides(x, kernels, up, left)
+    if x.ndim != 4 or kernels.ndim != 4 or x.shape[1] != kernels.shape[1] or min(tall, broad) < 1:
+        raise ValueError(f"kernels of shape {tuple(kernels.shape)} do not fit samples of shape {tuple(x.shape)}")
     result: Tensor = _in_graph(x[None], kernels[None], up, left)
     return result[0]
 
@@ -52,7 +58,8 @@ def _convolve(x: Tensor, kernels: Tensor, up: int, left: int) -> Tensor:
     places, into, stages = (64, 32, 2) if out == 64 and inputs % 32 == 0 else (128, CHANNELS, 3)
     grid = -(-samples * tall * broad // places), outputs // out, devices
     tile = {"PLACES": places, "OUT": out, "IN": into, "num_warps": WARPS, "num_stages": stages}
-    fused_kernels.convolve[grid](x, turned, result, *sizes, _precision(), **tile)
+    with _on(x):
+        fused_kernels.convolve[grid](x, turned, result, *sizes, _precision(), **tile)
     return result
 
 
@@ -65,7 +72,8 @@ def _correlate(x: Tensor, slopes: Tensor, up: int, left: int) -> Tensor:
     parts, out = x.new_empty((PARTS, *result.shape)), _piece(outputs)
     grid = -(-weights[0] * weights[1] * weights[2] // 64), outputs // out, devices * PARTS
     tile = {"PARTS": PARTS, "WEIGHTS": 64, "OUT": out, "PLACES": CHANNELS, "num_warps": WARPS, "num_stages": 3}
-    fused_kernels.correlate[grid](x, slopes, parts, *sizes, _precision(), **tile)
+    with _on(x):
+        fused_kernels.correlate[grid](x, slopes, parts, *sizes, _precision(), **tile)
     return torch.sum(parts, dim=0, out=result)
 
 
@@ -83,6 +91,11 @@ def _sides(x: Tensor, other: Tensor, up: int, left: int) -> tuple[int, int]:
 
 def _sizes(x: Tensor, y: Tensor, up: int, left: int, kernels: Tensor) -> tuple[int, ...]:
     return (*x.shape[1:], *y.shape[2:], up, left, *kernels.shape[-2:])
+
+
+def _on(x: Tensor) -> AbstractContextManager[None]:
+    """Return the context in which Triton launches where x is."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def _piece(channels: int) -> int:

@@ -1,7 +1,7 @@
 """Triton's kernels for the convolutions of stacked models: an output's inputs are gathered and multiplied in one go.
 
-Devices are the last axis of the grid. Sizes are known when a kernel is compiled, so that places are found by shifts and
-multiplications. All arrays are contiguous: samples (C, samples, channels, high, wide).
+Devices are the last axis of the grid. All sizes but the number of samples are known when a kernel is compiled. All arrays
+are contiguous: samples are (C, samples, channels, high, wide).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl  # noqa: E402
 
 @triton.jit
 def convolve(
-    x, kernels, y, SAMPLES: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    x, kernels, y, samples, INPUTS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
     OUTPUTS: tl.constexpr, TALL: tl.constexpr, BROAD: tl.constexpr, UP: tl.constexpr, LEFT: tl.constexpr,
     DOWN: tl.constexpr, ACROSS: tl.constexpr, PRECISION: tl.constexpr,
     PLACES: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
@@ -25,10 +25,10 @@ def convolve(
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     sample, within = place // (TALL * BROAD), place % (TALL * BROAD)
     top, side = within // BROAD - UP, within % BROAD - LEFT
-    real = sample < SAMPLES
+    real = sample < samples
     output, input = tl.program_id(1) * OUT + tl.arange(0, OUT), tl.arange(0, IN)
-    x += device * (SAMPLES * INPUTS * HIGH * WIDE)
-    y += device * (SAMPLES * OUTPUTS * TALL * BROAD)
+    x += device * (samples * INPUTS * HIGH * WIDE)
+    y += device * (samples * OUTPUTS * TALL * BROAD)
     kernels += device * (DOWN * ACROSS * OUTPUTS * INPUTS)
     corners = x + sample * (INPUTS * HIGH * WIDE) + top * WIDE + side
     sums = tl.zeros((PLACES, OUT), tl.float32)
@@ -48,7 +48,7 @@ def convolve(
 
 @triton.jit
 def correlate(
-    x, slopes, y, SAMPLES: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    x, slopes, y, samples, INPUTS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
     OUTPUTS: tl.constexpr, TALL: tl.constexpr, BROAD: tl.constexpr, UP: tl.constexpr, LEFT: tl.constexpr,
     DOWN: tl.constexpr, ACROSS: tl.constexpr, PRECISION: tl.constexpr,
     PARTS: tl.constexpr, WEIGHTS: tl.constexpr, OUT: tl.constexpr, PLACES: tl.constexpr,
@@ -63,16 +63,16 @@ def correlate(
     row, column = shift // ACROSS - UP, shift % ACROSS - LEFT
     real = shift < DOWN * ACROSS
     output = tl.program_id(1) * OUT + tl.arange(0, OUT)
-    x += device * (SAMPLES * INPUTS * HIGH * WIDE)
-    slopes += device * (SAMPLES * OUTPUTS * TALL * BROAD)
+    x += device * (samples * INPUTS * HIGH * WIDE)
+    slopes += device * (samples * OUTPUTS * TALL * BROAD)
     y += (part * (tl.num_programs(2) // PARTS) + device) * (OUTPUTS * INPUTS * DOWN * ACROSS)
     corners, sources = x + input * (HIGH * WIDE) + row * WIDE + column, slopes + output * (TALL * BROAD)
     sums = tl.zeros((WEIGHTS, OUT), tl.float32)
-    for step in range((SAMPLES * TALL * BROAD + PARTS * PLACES - 1) // (PARTS * PLACES)):
+    for step in range((samples * TALL * BROAD + PARTS * PLACES - 1) // (PARTS * PLACES)):
         place = (step * PARTS + part) * PLACES + tl.arange(0, PLACES)
         sample, within = place // (TALL * BROAD), place % (TALL * BROAD)
         top, side = within // BROAD, within % BROAD
-        there = sample < SAMPLES
+        there = sample < samples
         inside = there[None, :] & real[:, None]
         if UP > 0 or LEFT > 0:
             high, wide = row[:, None] + top[None, :], column[:, None] + side[None, :]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 
 from fedcontext.arrays import FloatArray
-from fedcontext.cohorts.convolutions import Convolutions, converted, fused_obstacle
+from fedcontext.cohorts.convolutions import Convolutions, converted, hindrance_to_fused
 from fedcontext.cohorts.learner import Learner, Loss, Params, Precision, cross_entropy, device_named, first_line, seeded
 from fedcontext.cohorts.models import model_named
 from fedcontext.cohorts.stacked import AtOnce, in_chunks, obstacle
@@ -102,10 +102,10 @@ class ModuleEngine:
             raise FedcontextError(hindrance)
         on_gpu = self.learner.device.type == "cuda"
         self.at_once = on_gpu and not hindrance if at_once is None else at_once
-        if convolutions == "auto" and self.at_once and fused_obstacle(self.learner.device) is None:
+        if convolutions == "auto" and self.at_once and hindrance_to_fused(self.learner.device) is None:
             converted(self.learner.module, "fused")
-        if convolutions == "fused" and on_gpu and (hindrance := fused_obstacle(self.learner.device)):
-            raise FedcontextError(f"convolutions='fused' is not to be had here ({hindrance}): take 'slices'")
+        if convolutions == "fused" and on_gpu and (reason := hindrance_to_fused(self.learner.device)):
+            raise FedcontextError(f"convolutions='fused' is not to be had here ({reason}): take 'slices'")
         self.stacked = AtOnce(self.learner, self.split, chunk, speed)
         self.buffers = self.learner.constants  # leaves for the door to average: no gradient moves them
         self.rows = max(16, min(4096, PASS.get(self.learner.device.type, 2**20) // max(1, data.dimension)))
