@@ -109,7 +109,7 @@ def test_a_gpu_trains_fused_convolutions_as_a_cpu_its_own(speed):
     fast = ModuleEngine(data, make, device="cuda", speed=speed, **shape)
     slow = ModuleEngine(data, make, **shape, **CPU)
     for number in (1, 2):
-        work = Work(3, number, np.arange(5), np.array([1, 4, 2, 1, 3]), LOCALS["all"])
+        work = Work(3, number, np.arange(5), np.ones(5, int), LOCALS["all"])
         moves = fast.train({name: leaf.cuda() for name, leaf in slow.start().items()}, work)
         moves = [{name: leaf.cpu() for name, leaf in each.items()} for each in moves]
         assert distance(moves, slow.train(slow.start(), work)) < 1e-4
