@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedcontext as fc
-from fedcontext import plan, threads
+from fedcontext import compiling, plan, threads
 from fedcontext.cohorts import Work, engine_named, fast, sparse
 from fedcontext.cohorts.draws import compiled_orders
 from fedcontext.cohorts.fast import SoftmaxFast
@@ -104,6 +104,23 @@ def test_the_span_of_the_samples_and_the_features_give_the_same_steps(spans, mu,
     for _ in range(2):  # the second time with the inner products kept
         agree(ours.train(params, work), theirs.train(params, work), 1e-10)
     assert bool(ours._known) == spans
+
+
+def test_code_that_cannot_be_kept_is_compiled_all_the_same(monkeypatch):
+    made = compiling._njit
+
+    def nowhere(cache=False, **how):
+        def decorate(function):
+            if cache:
+                raise RuntimeError(f"cannot cache function {function.__name__!r}: no locator available")
+            return made(**how)(function)
+
+        return decorate
+
+    monkeypatch.setattr(compiling, "_njit", nowhere)
+    monkeypatch.setattr(compiling._Word, "how_often", "once")
+    assert compiling.compiled(lambda x: x + 1)(2) == 3
+    assert "NUMBA_CACHE_DIR" in compiling._Word.how_often
 
 
 def test_both_ways_are_taken_where_they_pay():

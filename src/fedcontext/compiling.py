@@ -16,22 +16,33 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # Sums may be reordered, so that they vectorise; NaN and infinity keep their meaning, so that they can be reported.
 _njit: Any = numba.njit
 _HOW = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "arcp", "nsz"}}
-compiled: Callable[[Function], Function] = _njit(cache=True, **_HOW)
 # For functions that only compiled ones call: they are kept inside these, and need no door from Python.
 inner: Callable[[Function], Function] = _njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_HOW)
+
+
+def compiled(function: Function) -> Function:
+    """Return a function compiled when it is first called, and kept on disk for later processes where that can be."""
+    try:
+        kept: Function = _njit(cache=True, **_HOW)(function)
+        return kept
+    except RuntimeError:  # Numba finds no folder that it may write to
+        _Word.how_often = "in each process (set NUMBA_CACHE_DIR to a folder where it can be kept)"
+        forgotten: Function = _njit(**_HOW)(function)
+        return forgotten
 
 
 class _Word(event.Listener):
     """Says on standard error, once, that something is being compiled."""
 
     said: ClassVar[set[str]] = set()
+    how_often: ClassVar[str] = "once"
 
     def __init__(self, what: str) -> None:
         self.what = what
 
     def on_start(self, event: Any) -> None:
         if self.what not in self.said:
-            print(f"compiling {self.what} for this machine, once ...", file=sys.stderr)
+            print(f"compiling {self.what} for this machine, {self.how_often} ...", file=sys.stderr)
             self.said.add(self.what)
 
     def on_end(self, event: Any) -> None:

@@ -128,7 +128,7 @@ def _ready(entry: type, quick: bool | None) -> AbstractContextManager[None]:
     if (entry, quick) in _called:
         return nullcontext()
     _called.add((entry, quick))
-    return announced("sums over large models")
+    return announced("sums of this type over many or large models (a few seconds)")
 
 
 _called: set[tuple[type, bool | None]] = set()

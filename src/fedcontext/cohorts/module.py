@@ -29,7 +29,8 @@ from torch import Tensor, nn  # noqa: E402
 if TYPE_CHECKING:
     from fedcontext.cohorts import Work
 
-PASS = {"cpu": 2**20, "cuda": 2**23}  # numbers in the samples of one pass over data; activations take a multiple
+# Numbers in the samples of one pass over data; activations take a multiple, and large ones cost a CPU fresh pages.
+PASS = {"cpu": 2**16, "cuda": 2**23}
 
 
 class ModuleEngine:
@@ -108,7 +109,7 @@ class ModuleEngine:
             raise FedcontextError(f"convolutions='fused' is not to be had here ({reason}): take 'slices'")
         self.stacked = AtOnce(self.learner, self.split, chunk, speed)
         self.buffers = self.learner.constants  # leaves for the door to average: no gradient moves them
-        self.rows = max(16, min(4096, PASS.get(self.learner.device.type, 2**20) // max(1, data.dimension)))
+        self.rows = max(16, min(4096, PASS.get(self.learner.device.type, 2**16) // max(1, data.dimension)))
 
     def start(self) -> dict[str, Tensor]:
         """Return a copy of the module's ``state_dict``."""
