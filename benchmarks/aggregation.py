@@ -19,6 +19,7 @@ import numpy as np
 import fedcontext as fc
 
 SIZES = [(10, 10**6), (100, 10**6), (10, 10**7), (100, 10**7), (10, 10**8)]
+FLOWER = "Flower's FedAvg"
 NULL_SPACE = 7_850  # parameters of softmax regression on MNIST
 
 
@@ -28,8 +29,10 @@ def main() -> None:
     measure(2, 10**6, 1)  # loads what is compiled, so that it is not counted
     several = {size: given.repeats * (3 if size == 10**6 else 1) for _, size in sizes}  # short ones vary more
     rows = [measure(count, size, several[size]) for count, size in sizes if fits(count, size, given.memory)]
+    apart = measure(100, 10**6, several[10**6], stacked=False)
     slow = {} if given.quick else null_space()
-    found = {"rows": rows, "null space": slow, "markdown": table(rows) + sentence(slow)}
+    found = {"rows": rows, "apart": apart, "null space": slow}
+    found["markdown"] = f"{table(rows)}\n\n{of_their_own(apart)}{sentence(slow)}"
     print(found["markdown"])
     if given.out:
         given.out.write_text(json.dumps(found, indent=1))
@@ -48,12 +51,13 @@ def fits(count: int, size: int, memory: float) -> bool:
     return 4 * count * size <= memory * 1e9
 
 
-def measure(count: int, size: int, repeats: int) -> dict:
-    """Return milliseconds of each way, lowest of the repeats, taken in turn."""
+def measure(count: int, size: int, repeats: int, stacked: bool = True) -> dict:
+    """Return milliseconds of each way, lowest of the repeats, taken in turn; updates are rows of one array, or not."""
     random = np.random.default_rng(0)
     updates = random.standard_normal((count, size), dtype=np.float32)
     params, gradient = updates[0].copy(), updates[1].copy()
-    out, rows = params.copy(), list(updates)  # a copy: fresh pages would count as extra memory
+    rows = list(updates) if stacked else [row.copy() for row in updates]
+    out = params.copy()  # a copy: fresh pages would count as extra memory
     rule = fc.contextual(smoothness=1.0)
     ways: dict[str, Callable[[], object]] = {
         "NumPy mean": lambda: updates.mean(axis=0),
@@ -61,7 +65,7 @@ def measure(count: int, size: int, repeats: int) -> dict:
     }
     extra = extra_memory(ways["contextual"])
     if flower := flowers(rows):
-        ways["Flower's FedAvg"] = flower
+        ways[FLOWER] = flower
     times = {name: [] for name in ways}
     for _ in range(repeats):
         for name, way in ways.items():
@@ -109,6 +113,15 @@ def null_space() -> dict:
     return {**found, "times faster": round(found["null space"] / found["gram"])}
 
 
+def of_their_own(row: dict) -> str:
+    """Return what changes where each update is an array of its own, as devices send them."""
+    flower = f", Flower's FedAvg {row[FLOWER]} ms" if FLOWER in row else ""
+    return (
+        f"Where updates are arrays of their own instead of rows of one, at K = {row['K']} and n = {row['n']:.0e}: "
+        f"contextual {row['contextual']} ms{flower}."
+    )
+
+
 def sentence(found: dict) -> str:
     if not found:
         return ""
@@ -119,7 +132,7 @@ def sentence(found: dict) -> str:
 
 
 def table(rows: list[dict]) -> str:
-    heads = ["K", "n", "NumPy mean", "contextual", "ratio", "Flower's FedAvg", "extra MB"]
+    heads = ["K", "n", "NumPy mean", "contextual", "ratio", FLOWER, "extra MB"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for row in rows:
         cells = {**row, "n": f"{row['n']:.0e}", "ratio": f"{row['contextual'] / row['NumPy mean']:.2f}"}

@@ -17,7 +17,7 @@ CHANNELS = 16  # fused convolutions take multiples of this: the least that tenso
 WIDE = 64  # numbers that an output is made of, from which one product a device is faster than one a sample
 
 
-class _Product(nn.Conv2d):
+class _Unfolded(nn.Conv2d):
     """A Conv2d that gathers the inputs of each output into a column and multiplies by the kernel matrix."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -30,17 +30,12 @@ class _Product(nn.Conv2d):
         return products.reshape(*products.shape[:-1], height, width)
 
     def _products(self, kernels: Tensor, x: Tensor, height: int, width: int) -> Tensor:
-        raise NotImplementedError
-
-
-class _Unfolded(_Product):
-    def _products(self, kernels: Tensor, x: Tensor, height: int, width: int) -> Tensor:
         padding = (int(self.padding[0]), int(self.padding[1]))
         columns = nn.functional.unfold(x, self.kernel_size, self.dilation, padding, self.stride)
         return torch.bmm(kernels.expand(len(x), -1, -1), columns)
 
 
-class _Sliced(_Product):
+class _Sliced(_Unfolded):
     """The same columns from shifted slices: their gradient is a sum of slices, which a compiler can fuse.
 
     Wide kernels meet the columns of all samples in one product; for narrow ones a product a sample keeps a GPU busier.
