@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 
 RULE = fc.contextual(smoothness=2.0)
 COUNTS = {"rows": st.integers(1, 9), "columns": st.integers(0, 6), "seed": st.integers(0, 99)}
+FEW_OR_MANY = (10**6, 0)  # from how many rows on they are packed
 
 
 def normal(seed, *shape, dtype=np.float32):
@@ -40,6 +41,13 @@ def exactly(**given):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedcontext.geometry.will_do", lambda *_: False)
         return fc.aggregate(**given)
+
+
+def products(everyone, rows, quick=False, many=sums.MANY):
+    """The products of the first ``rows`` of everyone with themselves and the others, packed from ``many`` rows on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sums, "MANY", many)
+        return sums.products(everyone[:rows], everyone[rows:], quick)
 
 
 @given(size=st.integers(0, 5_000), **COUNTS)
@@ -65,12 +73,29 @@ KINDS = {
 }
 
 
+@pytest.mark.parametrize("many", FEW_OR_MANY)
 @given(size=st.integers(16, 5_000), kind=st.sampled_from(list(KINDS)), **COUNTS)
-def test_quick_products_are_off_by_little_beside_the_lengths(rows, columns, size, kind, seed):
+def test_quick_products_are_off_by_little_beside_the_lengths(rows, columns, size, kind, seed, many):
     everyone = list(KINDS[kind](normal(seed, rows + columns, size)).astype(np.float32))
-    quick, exact = (sums.products(everyone[:rows], everyone[rows:], quick) for quick in (True, False))
+    quick, exact = (products(everyone, rows, quick, many) for quick in (True, False))
     lengths = np.linalg.norm(np.array(everyone, np.float64), axis=1)
     assert (np.abs(quick - exact) <= 1e-5 * np.outer(lengths[:rows], lengths)).all()
+
+
+def test_many_rows_make_quick_products_no_less_exact():
+    everyone = [*normal(0, 101, 20_000)]
+    exact, few, many = products(everyone, 100), *(products(everyone, 100, True, many) for many in FEW_OR_MANY)
+    assert np.abs(many - exact).std() < 3 * np.abs(few - exact).std()
+    assert np.abs(many - exact).max() < 1e-7 * exact.max()
+
+
+@pytest.mark.parametrize("spoilt", [np.nan, np.inf, 1e30])
+def test_a_row_that_is_spoilt_spoils_no_product_of_others(spoilt):
+    rows = normal(0, 9, 4_000)
+    rows[3, 77] = spoilt
+    found, exact = (products([*rows], 8, quick, many=0) for quick in (True, False))
+    sound = np.ix_(np.arange(8) != 3, np.arange(9) != 3)
+    np.testing.assert_allclose(found[sound], exact[sound], atol=1e-2)
 
 
 @given(**COUNTS)
@@ -91,41 +116,38 @@ def test_a_vectors_lanes_are_added_to_their_neighbours_and_these_sums_to_theirs(
     np.testing.assert_array_equal(found, np.repeat(wanted, columns, axis=1))
 
 
+@pytest.mark.parametrize("many", FEW_OR_MANY)
 @given(places=st.lists(st.integers(0, 31), min_size=6, max_size=6), size=st.integers(1, 3_000), quick=st.booleans())
-def test_the_same_bits_wherever_the_arrays_lie(places, size, quick):
+def test_the_same_bits_wherever_the_arrays_lie(places, size, quick, many):
     rows = normal(0, 6, size)
     moved = [np.empty(size + place, np.float32)[place:] for place in places]
     for row, copy in zip(rows, moved, strict=True):
         copy[:] = row
-    np.testing.assert_array_equal(
-        sums.products(moved[:5], moved[5:], quick), sums.products([*rows[:5]], [*rows[5:]], quick)
-    )
+    np.testing.assert_array_equal(products(moved, 5, quick, many), products([*rows], 5, quick, many))
 
 
-@given(size=st.integers(1, 3_000), quick=st.booleans(), dtype=st.sampled_from([np.float32, np.float64]), **COUNTS)
-def test_the_same_bits_with_and_without_copies_of_four_rows(rows, columns, size, quick, dtype, seed):
-    everyone, found = [*normal(seed, rows + columns, size, dtype=dtype)], []
-    for crowded in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sums, "_crowded", lambda _, crowded=crowded: crowded)
-            found.append(sums.products(everyone[:rows], everyone[rows:], quick))
-    np.testing.assert_array_equal(*found)
+@given(size=st.integers(1, 5_000), dtype=st.sampled_from([np.float32, np.float64]), **COUNTS)
+def test_the_same_bits_in_float64_from_few_rows_and_from_many(rows, columns, size, dtype, seed):
+    everyone = [*normal(seed, rows + columns, size, dtype=dtype)]
+    np.testing.assert_array_equal(*(products(everyone, rows, many=many) for many in FEW_OR_MANY))
 
 
+@pytest.mark.parametrize("many", FEW_OR_MANY)
 @pytest.mark.parametrize("quick", [True, False])
-def test_the_same_bits_whichever_core_is_first(quick, monkeypatch):
+def test_the_same_bits_whichever_core_is_first(quick, many, monkeypatch):
     rows = [*normal(0, 6, 9_000)]
-    together = sums.products(rows[:5], rows[5:], quick)
+    together = products(rows, 5, quick, many)
     monkeypatch.setattr(sums, "on_all_cores", lambda task, items: [task(item) for item in reversed(items)])
-    np.testing.assert_array_equal(sums.products(rows[:5], rows[5:], quick), together)
+    np.testing.assert_array_equal(products(rows, 5, quick, many), together)
 
 
+@pytest.mark.parametrize("many", FEW_OR_MANY)
 @pytest.mark.parametrize("quick", [True, False])
-def test_the_same_bits_on_any_number_of_cores(quick, monkeypatch):
+def test_the_same_bits_on_any_number_of_cores(quick, many, monkeypatch):
     rows, found = [*normal(0, 6, 90_000)], []
     for cores in (1, 2, 3, 5, 100):
         monkeypatch.setattr(sums, "workers", lambda cores=cores: cores)
-        found.append(sums.products(rows[:5], rows[5:], quick))
+        found.append(products(rows, 5, quick, many))
     assert all(np.array_equal(found[0], other) for other in found)
 
 

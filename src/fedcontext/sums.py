@@ -16,11 +16,9 @@ from fedcontext.arrays import FloatArray
 from fedcontext.compiling import announced, compiled
 from fedcontext.threads import on_all_cores, workers
 from fedcontext.tiles import (
-    AHEAD,
     FREE,
     LEAD,
     LINE,
-    PAGE,
     PIECE,
     TILE,
     IntArray,
@@ -34,14 +32,15 @@ from fedcontext.tiles import (
 SHARES = 2  # tasks for each core: one that begins late leaves more to the others
 PARTS = 32  # sums of products that are kept apart: their number, and with it every bit, is the same on all machines
 PARTS_BYTES = 32 * 2**20  # that all parts take at most
-CROWD = 40  # rows on the same places of the first cache, from which it pays to copy them
+MANY = 40  # rows, from which it pays to bring their pieces side by side
+AHEAD = 2  # widths between what is added to the weighted sum and what is fetched for it
 WIDTH = 128  # entries of the weighted sum that are worked on at a time
 
 
 def products(rows: Sequence[Matrix], columns: Sequence[Matrix], quick: bool = False) -> FloatArray:
     """Return (K, K + P): the inner products of ``rows`` with themselves, then with ``columns``, summed in float64.
 
-    With ``quick``, float32 entries are multiplied and added in float32, 512 at a time; only their sums are in float64.
+    With ``quick``, float32 entries are multiplied and added in float32, 768 at a time; only their sums are in float64.
 
     >>> products([np.arange(3.0), np.ones(3)], [np.ones(3)])
     array([[5., 3., 3.],
@@ -53,10 +52,9 @@ def products(rows: Sequence[Matrix], columns: Sequence[Matrix], quick: bool = Fa
     shape = len(upright) // TILE, (len(upright) + len(across)) // TILE, TILE * TILE
     parts = np.empty((max(1, min(PARTS, PARTS_BYTES // (8 * math.prod(shape)))), *shape))
     cuts = _cuts(rows[0].nbytes, len(parts))
-    crowded = _crowded(addresses)
 
     def work(task: tuple[int, int]) -> None:
-        add_products(addresses, crowded, entry, entry if quick else np.float64, cuts, *task, parts)
+        add_products(addresses, count >= MANY, entry, entry if quick else np.float64, cuts, *task, parts)
 
     with _ready(entry, quick):
         on_all_cores(work, _tasks(len(parts)))
@@ -99,11 +97,6 @@ def combine(base: Matrix, rows: Sequence[Matrix], weights: FloatArray, result: M
 
 def _addresses(arrays: Sequence[Matrix]) -> IntArray:
     return np.array([array.ctypes.data for array in arrays], np.int64)
-
-
-def _crowded(addresses: IntArray) -> bool:
-    """Return whether many arrays begin at the same place of a page, as large ones that were made one by one do."""
-    return bool(np.sum((addresses - addresses[0]) % PAGE == 0) > max(CROWD, addresses.size / 2))
 
 
 def _fours(rows: Sequence[Matrix]) -> list[Matrix]:
