@@ -89,6 +89,13 @@ def test_many_rows_make_quick_products_no_less_exact():
     assert np.abs(many - exact).max() < 1e-7 * exact.max()
 
 
+def test_many_rows_have_the_same_products_in_any_order():
+    rows = normal(0, 60, 3_000) * np.logspace(0, 2, 60, dtype=np.float32)[:, None]
+    turned = np.random.default_rng(1).permutation(60)
+    found, other = (sums.products([*some], [rows[0]], quick=True) for some in (rows, rows[turned]))
+    np.testing.assert_array_equal(found[np.ix_(turned, [*turned, 60])], other)
+
+
 @pytest.mark.parametrize("spoilt", [np.nan, np.inf, 1e30])
 def test_a_row_that_is_spoilt_spoils_no_product_of_others(spoilt):
     rows = normal(0, 9, 4_000)
