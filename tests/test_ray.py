@@ -61,6 +61,15 @@ def test_the_number_of_workers_changes_nothing(two, data):
     assert same(two.train(params, work_of(range(12))), one.train(params, work_of(range(12))))
 
 
+def test_devices_of_several_workers_whose_training_ran_away_are_named_in_one_error(two, data):
+    experiment, told = fc.Experiment(algorithm="folb", learning_rate=1e4, epochs=(1, 2), rounds=1), []
+    for engine in (two, engine_named("reference", data)):
+        with pytest.raises(fc.FedcontextError, match=r"^devices .*: the loss turned NaN") as error:
+            list(fc.prepare(experiment, data, engine).play())
+        told.append(str(error.value))
+    assert told[0] == told[1]
+
+
 def test_the_devices_of_a_worker_lost_between_rounds_are_run_on_a_new_one(two, data):
     params = two.start()
     ray.kill(two.workers[0])

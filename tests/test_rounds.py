@@ -13,6 +13,7 @@ import pytest
 import fedcontext as fc
 from fedcontext import records
 from fedcontext.algorithms import ALGORITHMS, Knobs, contextual_version, fedavg
+from fedcontext.cohorts.softmax import SoftmaxReference
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import settings_from_toml, to_toml
 from fedcontext.runner import run
@@ -265,6 +266,32 @@ def test_a_run_that_diverges_ends_with_one_error_and_no_warnings(algorithm, engi
     settings = {**SMALL, "learning_rate": rate, "smoothness": "1/lr"}
     with warnings.catch_warnings(action="error"), pytest.raises(FedcontextError, match=r"NaN or infinite|too l"):
         list(fc.rounds(algorithm=algorithm, engine=engine, **settings))
+
+
+RAN_AWAY = (
+    "devices 13, 6, 7 and 3 more: the loss turned NaN or infinite in local training, and nothing was aggregated; "
+    "lower the learning rate (10000.0) or clip gradients (engine module)"
+)
+
+
+@pytest.mark.parametrize("engine", ["reference", "fast", "module"])
+def test_every_engine_names_the_devices_whose_training_ran_away_and_the_learning_rate(engine):
+    pytest.importorskip({"fast": "numba", "module": "torch"}.get(engine, "numpy"))
+    with pytest.raises(FedcontextError) as told:
+        list(fc.rounds(algorithm="folb", engine=engine, epochs=(1, 2), learning_rate=1e4, rounds=1))
+    assert str(told.value) == RAN_AWAY
+
+
+def test_devices_beside_the_cohort_that_ran_away_are_named_too(small_data):
+    class Runaway(SoftmaxReference):
+        def train(self, params, work):
+            return [
+                np.full_like(move, np.inf if row > 3 else 0) for row, move in enumerate(super().train(params, work))
+            ]
+
+    experiment = fc.Experiment(algorithm="fedavg-expected", **{**SMALL, "pool": 2})
+    with pytest.raises(FedcontextError, match=r"^devices \d+ and \d+: the loss turned NaN .*learning rate \(0\.1\)"):
+        list(fc.prepare(experiment, small_data, Runaway(small_data)).play())
 
 
 def test_a_truncated_last_line_is_passed_over_and_other_files_are_refused(small_data, tmp_path):

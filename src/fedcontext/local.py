@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedcontext.errors import FedcontextError, positive
+
+NAMED = 3  # devices that an error names; the others are counted
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,21 @@ class Local:
         for name in ("momentum", "weight_decay", "clip"):
             if getattr(self, name):
                 raise FedcontextError(f"engine {engine} knows no {name}, got {getattr(self, name)}: use engine module")
+
+    def ran_away(self, devices: Sequence[int]) -> FedcontextError:
+        """Return what to raise where the training of these devices left the finite numbers.
+
+        >>> print(Local(100.0, 10).ran_away([3, 7, 1, 4, 8]))  # doctest: +NORMALIZE_WHITESPACE
+        devices 3, 7, 1 and 2 more: the loss turned NaN or infinite in local training, and nothing was aggregated;
+        lower the learning rate (100.0) or clip gradients (engine module)
+        """
+        words = [str(device) for device in devices[:NAMED]]
+        words += [f"{len(devices) - NAMED} more"] if len(devices) > NAMED else []
+        who = f"devices {', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else f"device {words[0]}"
+        return FedcontextError(
+            f"{who}: the loss turned NaN or infinite in local training, and nothing was aggregated; "
+            f"lower the learning rate ({self.learning_rate}) or clip gradients (engine module)"
+        )
 
 
 def sgd(learning_rate: float, batch_size: int = 10) -> Local:

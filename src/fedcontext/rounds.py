@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from fedcontext.aggregate import Aggregation, aggregate
 from fedcontext.algorithms import Algorithm, Knobs, algorithm_named
-from fedcontext.arrays import FloatArray, Structure, leaves
+from fedcontext.arrays import FloatArray, Structure, all_finite, kind_of, leaves
 from fedcontext.cohorts import Engine, Work, engine_named
 from fedcontext.datasets import FederatedData, load
 from fedcontext.datasets.federated import is_everyone
@@ -112,18 +112,25 @@ class Simulation:
         work = Work(self.experiment.seed, plan.number, everyone, epochs, self.algorithm.local)
         updates = self.engine.train(state.params, work)
         probes = plan.probes[got.probes]
-        return aggregate(
-            state.params,
-            dict(zip(devices.tolist(), updates[: len(devices)], strict=True)),
-            rule=self.algorithm.rule,
-            gradient=self.engine.gradient(state.params, probes, self._probe_weights(probes)) if len(probes) else None,
-            own_gradients=self.engine.gradients(state.params, devices) if own else None,
-            probe_weights=self._probe_weights(devices) if self._cohort_probes else None,
-            samples=self.data.train.sizes[devices],
-            pool=dict(zip(pool.tolist(), updates[len(devices) :], strict=True)),
-            state=state.rule,
-            buffers=getattr(self.engine, "buffers", ()),
-        )
+        slope = self.engine.gradient(state.params, probes, self._probe_weights(probes)) if len(probes) else None
+        try:
+            return aggregate(
+                state.params,
+                dict(zip(devices.tolist(), updates[: len(devices)], strict=True)),
+                rule=self.algorithm.rule,
+                gradient=slope,
+                own_gradients=self.engine.gradients(state.params, devices) if own else None,
+                probe_weights=self._probe_weights(devices) if self._cohort_probes else None,
+                samples=self.data.train.sizes[devices],
+                pool=dict(zip(pool.tolist(), updates[len(devices) :], strict=True)),
+                state=state.rule,
+                buffers=getattr(self.engine, "buffers", ()),
+            )
+        except FedcontextError:
+            bad = [device for device, move in zip(everyone.tolist(), updates, strict=True) if not _finite(move)]
+            if bad:
+                raise work.local.ran_away(bad) from None
+            raise
 
     def _probe_weights(self, devices: IntArray) -> FloatArray:
         counts = self.data.train.sizes[devices].astype(np.float64)
@@ -156,6 +163,10 @@ class Simulation:
             excluded=got.excluded,
             lost=result is None,
         )
+
+
+def _finite(update: Structure) -> bool:
+    return all(all_finite(leaf) for leaf in leaves(update).values() if kind_of(leaf) == "floating")
 
 
 def prepare(experiment: Experiment, data: FederatedData | None = None, engine: Engine | None = None) -> Simulation:

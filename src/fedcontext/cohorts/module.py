@@ -218,10 +218,7 @@ class ModuleEngine:
         """Name the devices whose training ran away: nothing of theirs may reach an aggregation."""
         bad = work.devices[~torch.stack(sound).cpu().numpy()]
         if len(bad):
-            raise FedcontextError(
-                f"device {', '.join(map(str, bad))}: the loss turned NaN or infinite in local training, and nothing was "
-                f"aggregated; lower the learning rate ({work.local.learning_rate}) or clip gradients"
-            )
+            raise work.local.ran_away(bad.tolist())
 
 
 def module_engine(data: FederatedData, model: str = "softmax", device: str = "auto", seed: int = 0) -> ModuleEngine:
