@@ -104,7 +104,7 @@ def converted(module: nn.Module, convolutions: Convolutions) -> nn.Module:
     torch.Size([5, 2, 6, 6])
     """
     kinds = {"auto": nn.Conv2d, "library": nn.Conv2d, "unfold": _Unfolded, "slices": _Sliced, "fused": _Fused}
-    if convolutions not in kinds:
+    if convolutions not in list(kinds):  # also what has no hash
         raise FedcontextError(f"convolutions must be one of {', '.join(kinds)}, got {convolutions!r}")
     for child in module.modules():
         plain = type(child) is nn.Conv2d and child.groups == 1 and child.padding_mode == "zeros"

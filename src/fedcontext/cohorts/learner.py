@@ -41,7 +41,7 @@ def device_named(word: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(word)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise FedcontextError(f"device must be auto, cpu or cuda, got {word!r}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise FedcontextError(f"device {word!r} was asked for, and PyTorch {torch.__version__} sees no GPU here")
