@@ -61,6 +61,14 @@ def test_the_number_of_workers_changes_nothing(two, data):
     assert same(two.train(params, work_of(range(12))), one.train(params, work_of(range(12))))
 
 
+def test_a_device_that_is_not_there_is_refused_before_any_worker_is_asked(two):
+    for devices in ([0, 12], [-1]):
+        with pytest.raises(fc.FedcontextError, match=f"no device {devices[-1]}: the data has 12 devices"):
+            two.train(two.start(), work_of(devices))
+        with pytest.raises(fc.FedcontextError, match=f"no device {devices[-1]}: the data has 12 devices"):
+            two.gradients(two.start(), np.array(devices))
+
+
 def test_devices_of_several_workers_whose_training_ran_away_are_named_in_one_error(two, data):
     experiment, told = fc.Experiment(algorithm="folb", learning_rate=1e4, epochs=(1, 2), rounds=1), []
     for engine in (two, engine_named("reference", data)):

@@ -13,9 +13,11 @@ import pytest
 import fedcontext as fc
 from fedcontext import records
 from fedcontext.algorithms import ALGORITHMS, Knobs, contextual_version, fedavg
+from fedcontext.cohorts import Work, engine_named
 from fedcontext.cohorts.softmax import SoftmaxReference
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import settings_from_toml, to_toml
+from fedcontext.local import Local
 from fedcontext.runner import run
 from fedcontext.summary import summarise
 
@@ -280,6 +282,22 @@ def test_every_engine_names_the_devices_whose_training_ran_away_and_the_learning
     with pytest.raises(FedcontextError) as told:
         list(fc.rounds(algorithm="folb", engine=engine, epochs=(1, 2), learning_rate=1e4, rounds=1))
     assert str(told.value) == RAN_AWAY
+
+
+@pytest.mark.parametrize("unknown", [-1, 12, 99])
+@pytest.mark.parametrize("engine", ["reference", "fast", "module"])
+def test_every_engine_refuses_a_device_that_is_not_there(small_data, engine, unknown):
+    pytest.importorskip({"fast": "numba", "module": "torch"}.get(engine, "numpy"))
+    made, devices = engine_named(engine, small_data), np.array([3, unknown, 5])
+    params, work = made.start(), Work(0, 1, devices, np.ones(3, int), Local(0.1, 10))
+    asks = (
+        lambda: made.train(params, work),
+        lambda: made.gradients(params, devices),
+        lambda: made.gradient(params, devices, np.full(3, 1 / 3)),
+    )
+    for ask in asks:
+        with pytest.raises(FedcontextError, match=f"no device {unknown}: the data has 12 devices, numbered from 0"):
+            ask()
 
 
 def test_devices_beside_the_cohort_that_ran_away_are_named_too(small_data):

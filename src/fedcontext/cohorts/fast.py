@@ -18,7 +18,7 @@ from fedcontext.cohorts.sparse import Sparse, sparse
 from fedcontext.cohorts.sparse_kernels import sweep_sparsely
 from fedcontext.cohorts.vectors import LANES
 from fedcontext.compiling import announced
-from fedcontext.datasets.federated import FederatedData, Samples, Split, is_everyone, join, judged
+from fedcontext.datasets.federated import FederatedData, Samples, Split, check_devices, is_everyone, join, judged
 from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray
 from fedcontext.threads import on_all_cores, together
@@ -73,6 +73,7 @@ class SoftmaxFast:
     def train(self, params: Matrix, work: Work) -> list[Matrix]:
         """Return each device's update: mini-batch SGD on F_k(w) + (μ/2)‖w - wᵗ‖² from ``params``."""
         work.local.check_plain("fast")
+        check_devices(self.train_split, work.devices)
         params, (side, firsts) = self._checked(params), self._samples(work.devices)
         updates = np.empty((len(work.devices), *params.shape), self.dtype)
         cohort = self._cohort(work, side, firsts)
@@ -135,6 +136,7 @@ class SoftmaxFast:
 
     def gradients(self, params: Matrix, devices: IntArray) -> list[Matrix]:
         """Return ∇F_k(params) of each device."""
+        check_devices(self.train_split, devices)
         params, split = self._checked(params), self.train_split
 
         def own(device: int) -> Matrix:

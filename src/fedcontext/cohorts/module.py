@@ -18,7 +18,7 @@ from fedcontext.cohorts.learner import Learner, Loss, Params, Precision, cross_e
 from fedcontext.cohorts.models import model_named
 from fedcontext.cohorts.stacked import AtOnce, in_chunks, obstacle
 from fedcontext.cohorts.stage import Speed
-from fedcontext.datasets.federated import FederatedData, Split
+from fedcontext.datasets.federated import FederatedData, Split, check_devices
 from fedcontext.errors import FedcontextError, require
 from fedcontext.plan import IntArray, Stream, batches, generator
 
@@ -118,7 +118,7 @@ class ModuleEngine:
     def train(self, params: Params, work: Work) -> list[dict[str, Tensor]]:
         """Return each device's update after local training from ``params``, buffers included."""
         self.learner.check(params)
-        self._check_filled(work.devices)
+        self._check_devices(work.devices)
         if self.at_once:
             with _explained("all at once", "; one device after another it may work: at_once=False"):
                 moved, sound = self.stacked.train(params, work)
@@ -159,7 +159,7 @@ class ModuleEngine:
     def gradients(self, params: Params, devices: IntArray) -> list[dict[str, Tensor]]:
         """Return ∇F_k(params) of each device, the module in its evaluation mode (no dropout, saved statistics)."""
         self.learner.check(params)
-        self._check_filled(devices)
+        self._check_devices(devices)
         if self.at_once:
             with _explained("all at once", "; one device after another it may work: at_once=False"):
                 return self.stacked.gradients(params, devices.tolist(), self.rows)
@@ -168,7 +168,7 @@ class ModuleEngine:
     def gradient(self, params: Params, devices: IntArray, weights: FloatArray) -> dict[str, Tensor]:
         """Return Σ weights ∇F_k(params): one pass over the devices' data, as if it were one device's."""
         self.learner.check(params)
-        self._check_filled(devices)
+        self._check_devices(devices)
         learner, sizes = self.learner, self.split.sizes[devices]
         firsts = self.split.offsets[devices] - (np.cumsum(sizes) - sizes)
         at = torch.from_numpy(np.arange(sizes.sum()) + np.repeat(firsts, sizes)).to(learner.device)
@@ -209,7 +209,8 @@ class ModuleEngine:
             in_chunks(len(learner.test_labels), self.rows, judge, "evaluating samples")
         return float(loss) / len(learner.labels), int(right) / max(1, len(learner.test_labels))
 
-    def _check_filled(self, devices: IntArray) -> None:
+    def _check_devices(self, devices: IntArray) -> None:
+        check_devices(self.split, devices)
         empty = devices[self.split.sizes[devices] == 0]
         if len(empty):
             raise FedcontextError(f"device {empty[0]} has no training samples: leave it out of the fleet")

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from fedcontext.arrays import FloatArray
 from fedcontext.cohorts.softmax import weighted_sum
-from fedcontext.datasets.federated import FederatedData, is_everyone
+from fedcontext.datasets.federated import FederatedData, check_devices, is_everyone
 from fedcontext.errors import FedcontextError, require
 from fedcontext.plan import IntArray
 
@@ -52,6 +52,7 @@ class SoftmaxRay:
     def train(self, params: Matrix, work: Work) -> list[Matrix]:
         """Return each device's update, from the workers."""
         work.local.check_plain("ray")
+        check_devices(self.data.train, work.devices)
         sent, cost = self.ray.put(params), work.epochs * self.data.train.sizes[work.devices]
 
         def task(worker: Any, rows: IntArray) -> Any:
@@ -61,6 +62,7 @@ class SoftmaxRay:
 
     def gradients(self, params: Matrix, devices: IntArray) -> list[Matrix]:
         """Return ∇F_k(params) of each device, from the workers."""
+        check_devices(self.data.train, devices)
         sent = self.ray.put(params)
         return self._shared_out(
             lambda worker, rows: worker.gradients.remote(sent, devices[rows]), self.data.train.sizes[devices]

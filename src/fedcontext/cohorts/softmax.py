@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedcontext.arrays import FloatArray
-from fedcontext.datasets.federated import Features, FederatedData, Samples, Split, is_everyone, judged
+from fedcontext.datasets.federated import Features, FederatedData, Samples, Split, check_devices, is_everyone, judged
 from fedcontext.plan import IntArray, batches
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ class SoftmaxReference:
     def train(self, params: Matrix, work: Work) -> list[Matrix]:
         """Return each device's update: mini-batch SGD on F_k(w) + (μ/2)‖w - wᵗ‖² from ``params``."""
         work.local.check_plain("reference")
+        check_devices(self.train_split, work.devices)
         pairs = zip(work.devices.tolist(), work.epochs.tolist(), strict=True)
         return [self._train_device(params, device, epochs, work) for device, epochs in pairs]
 
@@ -109,6 +110,7 @@ class SoftmaxReference:
 
     def gradients(self, params: Matrix, devices: IntArray) -> list[Matrix]:
         """Return ∇F_k(params) of each device."""
+        check_devices(self.train_split, devices)
         return [gradient(params, *self.train_split.device(int(device))) for device in devices]
 
     def gradient(self, params: Matrix, devices: IntArray, weights: FloatArray) -> Matrix:

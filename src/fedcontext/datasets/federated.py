@@ -108,6 +108,20 @@ def is_everyone(train: Split | DrawnSplit, devices: IntArray) -> bool:
     return True
 
 
+def check_devices(train: Split | DrawnSplit, devices: IntArray) -> None:
+    """Refuse numbers that no device has: arrays would take -1 for the last one.
+
+    >>> check_devices(join([(np.zeros((1, 2)), np.zeros(1, int))] * 3), np.array([0, 3]))
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: there is no device 3: the data has 3 devices, numbered from 0
+    """
+    count = len(train.sizes)
+    unknown = devices[(devices < 0) | (devices >= count)]
+    if len(unknown):
+        raise FedcontextError(f"there is no device {unknown[0]}: the data has {count} devices, numbered from 0")
+
+
 def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Features:
     """Return an empty array that starts at a cache line: loads of whole vectors are a fifth faster there.
 
