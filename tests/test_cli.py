@@ -46,6 +46,22 @@ def test_run_prints_a_table_and_writes_records_and_the_toml_that_repeats_it(tmp_
     assert json.loads(again.stdout)["loss"] == rounds[-1].loss
 
 
+HELPED = {"run": "[default: runs]", "compare": "[x>=1]", "reproduce": "[default: docs]", "report": "[required]"}
+HELPED |= {"export": "[required]", "algorithms": "", "data": "", "data list": "", "data fetch": "[required]"}
+HELPED |= {"data where": ""}
+
+
+@pytest.mark.parametrize(("command", "told"), HELPED.items())
+def test_help_shows_defaults_without_marks_for_another_printer(command, told, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fedcontext", *command.split(), "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    text = capsys.readouterr().out
+    assert "Usage: " in text
+    assert told in " ".join(text.split())
+    assert "\\" not in text
+
+
 def test_options_win_over_the_file(tmp_path):
     (tmp_path / "mine.toml").write_text('rounds = 2\nalgorithm = "fedavg"\nseed = 4\n')
     done = call("run", "mine.toml", *FEW, "--json", cwd=tmp_path)

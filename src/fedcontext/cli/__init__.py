@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fedcontext.cli import listing, looking, reproducing, running
+from fedcontext.cli.options import Command
 from fedcontext.errors import FedcontextError
 from fedcontext.terminal import err
 from fedcontext.version import __version__
@@ -21,7 +22,7 @@ for command in (
     looking.report,
     looking.export,
 ):
-    app.command()(command)
+    app.command(cls=Command)(command)
 app.add_typer(listing.data_app, name="data")
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedcontext import algorithms as table_of
-from fedcontext.cli.options import AsJson, Quiet
+from fedcontext.cli.options import AsJson, Command, Quiet
 from fedcontext.datasets import NAMES, files
 from fedcontext.terminal import err, listing, out
 
@@ -31,14 +31,14 @@ def algorithms(as_json: AsJson = False) -> None:
         out.print(listing(("algorithm", "devices run", "rule", "needs beyond updates"), rows))
 
 
-@data_app.command("list")
+@data_app.command("list", cls=Command)
 def data_list() -> None:
     """List the data sets by the names that --dataset takes."""
     rows = [(name, about, _at_hand(name)) for name, about in NAMES.items()]
     out.print(listing(("data set", "what it is", "at hand"), rows))
 
 
-@data_app.command("fetch")
+@data_app.command("fetch", cls=Command)
 def data_fetch(name: Annotated[str, typer.Argument(help="mnist or femnist")], quiet: Quiet = False) -> None:
     """Download a data set into the cache, checked against its SHA-256."""
 
@@ -49,7 +49,7 @@ def data_fetch(name: Annotated[str, typer.Argument(help="mnist or femnist")], qu
     out.print(str(files.fetch(name, tell)), soft_wrap=True, highlight=False)
 
 
-@data_app.command("where")
+@data_app.command("where", cls=Command)
 def data_where(name: Annotated[str | None, typer.Argument(help="mnist or femnist; all if not given")] = None) -> None:
     """Print where data files are, or how to get them."""
     for each in [name] if name else list(files.SOURCES):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from fedcontext.datasets import NAMES
 from fedcontext.errors import FedcontextError
@@ -66,6 +67,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="The result as JSON on stan
 ReportPage = Annotated[Path | None, typer.Option("--report", help="HTML page that follows the rounds as they finish.")]
 Track = Annotated[str, typer.Option(help="Send the numbers to tensorboard, mlflow or wandb too.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Processes. [default: one for each core]")]
+
+
+class Command(TyperCommand):
+    """A command with plain help: Typer marks brackets for Rich even where Rich does not print them."""
+
+    def get_help(self, ctx: Any) -> str:
+        """Return the help without those marks."""
+        return super().get_help(ctx).replace(r"\[", "[")
 
 
 def settings_of(given: dict[str, Any]) -> dict[str, Any]:
