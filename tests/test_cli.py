@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,11 +12,15 @@ import time
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fedcontext as fc
 from fedcontext.cli import main
 from fedcontext.datasets import load
+from fedcontext.terminal import spread
 
 PROGRAM = [sys.executable, "-c", "from fedcontext.cli import main; main()"]
 FEW = ("--rounds", "3", "--engine", "reference", "--quiet")
@@ -85,6 +90,19 @@ def test_compare_runs_all_algorithms_and_seeds(tmp_path, jobs):
             assert run["loss"] == rounds[-1].loss
     assert len(list((tmp_path / "runs").glob("*.jsonl"))) == 4
     assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_losses_of_a_run_that_diverges_are_written_in_short(tmp_path):
+    options = ("--algorithms", "fedavg", "--seeds", "0,1", "--learning-rate", "1e8", "--jobs", "1")
+    done = call("compare", *FEW, *options, cwd=tmp_path)
+    row = next(line for line in done.stdout.splitlines() if line.startswith("fedavg"))
+    assert re.fullmatch(r"\d\.\de\+\d\d±\d\.\de\+\d\d", row.split()[1]), done.stdout
+
+
+@given(st.lists(st.floats(-999_999, 999_999), min_size=2, max_size=5))
+def test_ordinary_figures_have_three_decimals_and_two_of_their_spread(values):
+    assert spread(values) == f"{np.mean(values):.3f}±{np.std(values):.2f}"
+    assert spread(values[:1]) == f"{values[0]:.3f}"
 
 
 def test_rounds_that_nobody_answered_are_told(tmp_path):

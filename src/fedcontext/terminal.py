@@ -20,6 +20,7 @@ from fedcontext.summary import LEVELS, Summary, median_rounds
 
 Summaries: TypeAlias = Mapping[str, Sequence[Summary]]  # by label, one for each seed
 
+LARGE = 1e6  # from here on figures are written in short
 WIDTH = 110  # of what is written to a file or a pipe, which have none of their own
 
 out = Console(width=None if sys.stdout.isatty() else WIDTH)
@@ -42,7 +43,7 @@ def progress(what: str, total: int, quiet: bool) -> Iterator[OnRound]:
         task = bar.add_task(what, total=total, latest="")
 
         def on_round(experiment: Experiment, record: RoundRecord) -> None:
-            values = "" if record.loss is None else f"loss {record.loss:.3f} accuracy {record.accuracy:.3f}"
+            values = "" if record.loss is None else f"loss {figure(record.loss, 3)} accuracy {record.accuracy:.3f}"
             bar.update(task, advance=1, latest=f"{experiment.algorithm} {values}")
 
         yield on_round
@@ -100,7 +101,16 @@ def spread(values: Sequence[float]) -> str:
     >>> spread([1.0, 2.0]), spread([0.5])
     ('1.500±0.50', '0.500')
     """
-    return f"{np.mean(values):.3f}" + (f"±{np.std(values):.2f}" if len(values) > 1 else "")
+    return figure(float(np.mean(values)), 3) + (f"±{figure(float(np.std(values)), 2)}" if len(values) > 1 else "")
+
+
+def figure(value: float, decimals: int) -> str:
+    """Return a number with so many decimals; from a million on, as losses of a run that diverges, in short.
+
+    >>> figure(2.34567, 3), figure(1.2e9, 3)
+    ('2.346', '1.2e+09')
+    """
+    return f"{value:.1e}" if abs(value) >= LARGE else f"{value:.{decimals}f}"
 
 
 def listing(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
