@@ -101,8 +101,12 @@ def test_losses_of_a_run_that_diverges_are_written_in_short(tmp_path):
 
 @given(st.lists(st.floats(-999_999, 999_999), min_size=2, max_size=5))
 def test_ordinary_figures_have_three_decimals_and_two_of_their_spread(values):
-    assert spread(values) == f"{np.mean(values):.3f}±{np.std(values):.2f}"
-    assert spread(values[:1]) == f"{values[0]:.3f}"
+    assert spread(values) == f"{np.mean(values):z.3f}±{np.std(values):.2f}"
+    assert spread(values[:1]) == f"{values[0]:z.3f}"
+
+
+def test_what_rounds_to_zero_has_no_minus():
+    assert [spread([value]) for value in (-0.0, -0.0004, -0.0006)] == ["0.000", "0.000", "-0.001"]
 
 
 def test_rounds_that_nobody_answered_are_told(tmp_path):

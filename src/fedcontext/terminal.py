@@ -107,10 +107,10 @@ def spread(values: Sequence[float]) -> str:
 def figure(value: float, decimals: int) -> str:
     """Return a number with so many decimals; from a million on, as losses of a run that diverges, in short.
 
-    >>> figure(2.34567, 3), figure(1.2e9, 3)
-    ('2.346', '1.2e+09')
+    >>> figure(2.34567, 3), figure(1.2e9, 3), figure(-0.0001, 3)
+    ('2.346', '1.2e+09', '0.000')
     """
-    return f"{value:.1e}" if abs(value) >= LARGE else f"{value:.{decimals}f}"
+    return f"{value:.1e}" if abs(value) >= LARGE else f"{value:z.{decimals}f}"
 
 
 def listing(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -96,6 +96,13 @@ def test_a_setting_is_named_where_it_tells_lines_apart_or_makes_a_comparison_une
     assert labels == ["fedavg (b=1)", "fedprox (b=3)", "folb (a=1, b=1)", "folb (a=2, b=1)"]
 
 
+def test_a_weight_of_minus_zero_is_a_zero_on_the_page(write_run) -> None:
+    path = write_run([{"number": 1, "loss": -0.0, "accuracy": 0.5, "devices": [3, 4], "weights": [-0.0, 0.5]}])
+    page = content(*load([path]))
+    assert "-0" not in to_json([page["scenes"][0][part] for part in ("runs", "groups", "sentences")])
+    assert "final loss is 0, of fedavg" in page["scenes"][0]["sentences"][1]
+
+
 def test_every_data_set_has_its_own_scene(write_run) -> None:
     paths = [write_run([{"loss": 1}], name, dataset=name) for name in ("mnist", "femnist")]
     assert [scene["dataset"] for scene in content(*load(paths))["scenes"]] == ["mnist", "femnist"]

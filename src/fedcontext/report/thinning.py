@@ -27,9 +27,9 @@ def thin(values: FloatArray, count: int) -> IntArray:
 
 
 def short(values: Iterable[float | None]) -> list[float | None]:
-    """Return numbers as a page needs them: five digits, None for what is not finite.
+    """Return numbers as a page needs them: five digits, no minus before a zero, None for what is not finite.
 
-    >>> short([1 / 3, 12.0, None, float("nan")])
-    [0.33333, 12.0, None, None]
+    >>> short([1 / 3, 12.0, -0.0, None, float("nan")])
+    [0.33333, 12.0, 0.0, None, None]
     """
-    return [None if value is None or not np.isfinite(value) else float(f"{value:.5g}") for value in values]
+    return [None if value is None or not np.isfinite(value) else float(f"{value:z.5g}") for value in values]
