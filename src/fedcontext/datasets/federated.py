@@ -172,7 +172,8 @@ def federate(
     """Return arrays spread over devices: ``parts[k]`` are the samples of device k, the last tenth of them for test.
 
     A device keeps at least one training sample; the order inside a part decides what is test, so shuffle it (the
-    partitioners do).
+    partitioners do). Devices may share samples, such as a public set that all of them hold; one that is for training here
+    and for test there makes models look better than they are.
 
     >>> data = federate(np.zeros((20, 3)), np.arange(20) % 2, [np.arange(10), np.arange(10, 20)])
     >>> data.population, data.train.sizes, data.test.sizes, data.classes
