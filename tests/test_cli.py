@@ -52,7 +52,13 @@ def test_run_prints_a_table_and_writes_records_and_the_toml_that_repeats_it(tmp_
 
 
 HELPED = {"run": "[default: runs]", "compare": "[x>=1]", "reproduce": "[default: docs]", "report": "[required]"}
-HELPED |= {"export": "[required]", "algorithms": "", "data": "", "data list": "", "data fetch": "mnist or femnist [required]"}
+HELPED |= {
+    "export": "[required]",
+    "algorithms": "",
+    "data": "",
+    "data list": "",
+    "data fetch": "mnist or femnist [required]",
+}
 HELPED |= {"data where": ""}
 
 

@@ -15,7 +15,7 @@ from fedcontext.errors import FedcontextError
 from fedcontext.geometry import Report, measure, will_do
 
 sums = pytest.importorskip("fedcontext.sums")
-REGISTER = pytest.importorskip("fedcontext.tiles").REGISTER
+tiles = pytest.importorskip("fedcontext.tiles")
 torch = pytest.importorskip("torch")
 
 RULE = fc.contextual(smoothness=2.0)
@@ -82,6 +82,32 @@ def test_quick_products_are_off_by_little_beside_the_lengths(rows, columns, size
     assert (np.abs(quick - exact) <= 1e-5 * np.outer(lengths[:rows], lengths)).all()
 
 
+LENGTHS = {
+    "unlike in each four": np.resize([1, 1, 1, 1e-6], 16),
+    "alike in each four": np.repeat([1, 1e-6], 8),
+    "some thirty times as long": np.repeat([1, 30], 8) * np.linspace(0.9, 1, 16),
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("by_length", [True, False])
+@pytest.mark.parametrize("constant", [True, False])
+def test_rows_of_other_lengths_do_not_stand_in_for_each_other(lengths, by_length, constant, monkeypatch):
+    if not by_length:
+        monkeypatch.setattr(sums, "_by_length", lambda rows: np.arange(len(rows)))
+    rows = (np.full((16, 5_000), 1 / 3) if constant else normal(0, 16, 5_000)) * lengths[:, None]
+    everyone = [*rows.astype(np.float32)]
+    found, exact = (products(everyone, 16, quick, many=0) for quick in (True, False))
+    scale = np.sqrt(np.diag(exact))
+    assert (np.abs(found - exact) / np.outer(scale, scale)).max() < (3e-6 if constant else 1e-7)
+
+
+def test_one_product_stands_for_two_where_the_processor_gains_by_it():
+    everyone = [*normal(0, 8, 5_000)]
+    few, many = (products(everyone, 8, True, many) for many in FEW_OR_MANY)
+    assert (few != many).any() == bool(tiles.CROSSED)
+
+
 def test_many_rows_make_quick_products_no_less_exact():
     everyone = [*normal(0, 101, 20_000)]
     exact, few, many = products(everyone, 100), *(products(everyone, 100, True, many) for many in FEW_OR_MANY)
@@ -89,7 +115,7 @@ def test_many_rows_make_quick_products_no_less_exact():
     assert np.abs(many - exact).max() < 1e-7 * exact.max()
 
 
-def test_many_rows_have_the_same_products_in_any_order():
+def test_many_rows_of_different_lengths_have_the_same_products_in_any_order():
     rows = normal(0, 60, 3_000) * np.logspace(0, 2, 60, dtype=np.float32)[:, None]
     turned = np.random.default_rng(1).permutation(60)
     found, other = (sums.products([*some], [rows[0]], quick=True) for some in (rows, rows[turned]))
@@ -114,7 +140,7 @@ def test_float64_is_never_multiplied_in_less(rows, columns, seed):
 
 @given(dtype=st.sampled_from([np.float32, np.float64]), **COUNTS)
 def test_a_vectors_lanes_are_added_to_their_neighbours_and_these_sums_to_theirs(rows, columns, dtype, seed):
-    lanes = REGISTER // np.dtype(dtype).itemsize
+    lanes = tiles.REGISTER // np.dtype(dtype).itemsize
     everyone = normal(seed, rows, lanes, dtype=dtype)
     wanted = everyone
     while wanted.shape[1] > 1:

@@ -122,7 +122,7 @@ def _products(
 def will_do(products: FloatArray, size: int, probe_shares: FloatArray) -> bool:
     """Return whether products over ``size`` entries, multiplied in float32, serve a rule as well as exact ones.
 
-    Their errors are some 1e-8 of the vectors' lengths, or 1e-6 if all entries are equal: more than the slope itself,
+    Their errors are some 1e-8 of the vectors' lengths, or 2e-6 if all entries are equal: more than the slope itself,
     where a gradient stands that upright on an update. Those of the weights (or of distances between updates) are as many
     times larger as the normalised updates' condition says: it must be small. So must be what probes cancel of each
     other in their mean. Nothing may have overflowed, and neither an update, nor a gradient as far as it lies along the

@@ -30,7 +30,7 @@ from fedcontext.tiles import (
 )
 
 SHARES = 2  # tasks for each core: one that begins late leaves more to the others
-PARTS = 32  # sums of products that are kept apart: their number, and with it every bit, is the same on all machines
+PARTS = 32  # sums of products that are kept apart, on any number of cores: with it every bit stays the same
 PARTS_BYTES = 32 * 2**20  # that all parts take at most
 MANY = 40  # rows, from which it pays to bring their pieces side by side
 SAMPLE = 256  # entries of a row by which its length is judged
@@ -49,7 +49,7 @@ def products(rows: Sequence[Matrix], columns: Sequence[Matrix], quick: bool = Fa
     """
     count, entry, first = len(rows), rows[0].dtype.type, columns[0] if columns else rows[0]
     packed = count >= MANY
-    order = _by_length(rows) if packed else np.arange(count)
+    order = _by_length(rows) if packed and quick and entry is np.float32 else np.arange(count)
     upright, across = _fours([rows[row] for row in order]), _fours(columns[1:])
     addresses = _addresses([*upright, *across, *[first] * TILE])
     shape = len(upright) // TILE, (len(upright) + len(across)) // TILE, TILE * TILE
@@ -107,7 +107,7 @@ def _addresses(arrays: Sequence[Matrix]) -> IntArray:
 def _by_length(rows: Sequence[Matrix]) -> IntArray:
     """Return the rows' numbers by their length, as far as a sample from their middle shows it.
 
-    Tiles of rows of like lengths are fast; no result depends on the order but in its last bits.
+    Tiles of rows of like lengths are fast; nothing depends on the order but last bits.
     """
     middle = rows[0].size // 2
     samples = np.array([row.reshape(-1)[middle : middle + SAMPLE] for row in rows], np.float64)

@@ -42,7 +42,7 @@ CORNER = [(FOUND[place], TILE) if place in FOUND else (min(place), place[1]) for
 CROSSED = frozenset(16 * n // 10 for n in range(10)) if CPU.startswith("znver") and REGISTER == 64 else frozenset()
 BY_ROW, BY_COLUMN, PRODUCTS = 0, REGISTER, 2 * REGISTER  # what a corner notes for the tiles that cross its rows
 NOTE = 3 * REGISTER
-ALIKE = 64.0  # the largest of eight rows' squares over the smallest, at most: errors of crossing are of the largest
+ALIKE = 16.0  # the largest of eight rows' squares over the smallest, at most: crossing errs as the largest does
 
 
 @compiled
@@ -93,16 +93,18 @@ def _add_products(
                 _bring(far[number], end - begin, near[number])
                 far[number] = near[number]
             used[number] = near[number] if packed and number < TILE * panels else far[number]
-        tile, given, taken = 0, np.int64(far.ctypes.data), np.int64(used.ctypes.data)
+        tile, given = 0, np.int64(far.ctypes.data)
         for row in range(panels - 1, -1, -1):
-            ours, note = taken + 8 * TILE * row, np.int64(notes.ctypes.data) + NOTE * row
+            ours, note = np.int64(used.ctypes.data) + 8 * TILE * row, np.int64(notes.ctypes.data) + NOTE * row
             for column in range(row, width):
                 theirs, other = ours + 8 * TILE * (column - row), note + NOTE * (column - row)
                 out = np.int64(sums.ctypes.data) + 8 * TILE * TILE * (row * width + column)
                 fetched = np.int64(coming.ctypes.data) + 8 * ((last + 1) * tile // tiles)
                 if column > row:
-                    crossing = packed and column < panels
-                    if crossing and max(high[row], high[column]) <= ALIKE * min(low[row], low[column]):
+                    among_rows = (
+                        packed and column < panels
+                    )  # with nothing noted all lengths are zero, nothing is crossed
+                    if among_rows and max(high[row], high[column]) <= ALIKE * min(low[row], low[column]):
                         _crossed(entry, total, ours, theirs, fetched, out, note, other)
                     else:
                         _square(entry, total, ours, theirs, fetched, out, note, other)
