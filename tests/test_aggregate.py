@@ -182,6 +182,12 @@ def test_a_rule_that_gives_other_than_one_finite_weight_each_is_named(weights):
         fc.aggregate(np.zeros(600_000), [np.ones(600_000)] * 2, rule=odd)
 
 
+def test_two_leaves_of_one_name_are_refused():
+    params = {"layer": {"bias": np.zeros(2)}, "layer/bias": np.zeros(2)}
+    with pytest.raises(FedcontextError, match="two leaves are called 'layer/bias'"):
+        fc.aggregate(params, [params], rule=fc.mean())
+
+
 def test_an_overflow_leaves_out_untouched():
     params = {"a": np.ones(2, np.float32), "b": np.ones(2, np.float16)}
     updates = [{"a": np.ones(2, np.float32), "b": np.ones(2, np.float16)}]

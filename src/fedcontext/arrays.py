@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Protocol, TypeAlias
@@ -36,20 +36,24 @@ def leaves(structure: Structure, name: str = "") -> Leaves:
     >>> leaves([np.zeros(3), {"a": np.ones(1)}]).keys()
     dict_keys(['0', '1/a'])
     """
-    if isinstance(structure, Mapping):
-        children = [(str(key), child) for key, child in structure.items()]
-    elif isinstance(structure, list | tuple):
-        children = [(str(index), child) for index, child in enumerate(structure)]
+    found: Leaves = {}
+    _lay_out(structure, name, found)
+    return found
+
+
+def _lay_out(structure: Structure, name: str, found: Leaves) -> None:
+    if isinstance(structure, list | tuple):
+        children: Iterable[tuple[object, Structure]] = enumerate(structure)
+    elif not hasattr(structure, "shape") and isinstance(structure, Mapping):  # which takes long to ask of an array
+        children = structure.items()
     else:
         framework(structure, name)  # refuses what is no array
-        return {name: structure}
-    found: Leaves = {}
+        if name in found:
+            raise FedcontextError(f"two leaves are called {name!r}")
+        found[name] = structure
+        return
     for key, child in children:
-        below = leaves(child, f"{name}/{key}" if name else key)
-        if twice := found.keys() & below.keys():
-            raise FedcontextError(f"two leaves are called {', '.join(map(repr, twice))}")
-        found |= below
-    return found
+        _lay_out(child, f"{name}/{key!s}" if name else str(key), found)
 
 
 def rebuild(like: Structure, values: Mapping[str, Array]) -> Structure:

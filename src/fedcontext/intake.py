@@ -145,10 +145,11 @@ def _checked(owner: str, structure: Structure, base: Leaves, needed: set[str], m
 
 
 def _check_like(owner: str, name: str, leaf: Array, base: Array) -> None:
-    ways, expected = framework(leaf), framework(base)
-    alike = ways is expected and leaf.shape == base.shape and leaf.dtype == base.dtype
-    if alike and ways.place(leaf) == ways.place(base):
+    expected = framework(base)
+    alike = type(leaf) is type(base) and leaf.shape == base.shape and leaf.dtype == base.dtype
+    if alike and expected.place(leaf) == expected.place(base):
         return
+    ways = framework(leaf)
     if ways.name != expected.name:
         raise FedcontextError(f"{owner}: {leaf_name(name)} must be a {expected.name} array, got {ways.name}")
     if tuple(leaf.shape) != tuple(base.shape):

@@ -58,6 +58,8 @@ class _Torch:
         return np.asarray(_Rows(arrays).block(0, arrays[0].numel()).cpu().numpy())
 
     def largest(self, array: Array, scratch: int) -> float:
+        if views := _views([array]):
+            return framework(views[0]).largest(views[0], scratch)
         import torch
 
         return float(torch.linalg.vector_norm(array.detach(), float("inf"))) if array.numel() else 0.0
