@@ -1,4 +1,4 @@
-"""Inner products of many rows, tile by tile: four rows times four others, in vector registers, straight from memory.
+"""Inner products of rows, tile by tile: four rows times four others, in vector registers.
 
 LLVM's vectoriser would add up the lanes of each of a tile's sixteen sums by itself, and fetches nothing ahead; so a tile
 is written here in LLVM's own terms. Rows are handed over by address, and positions in them are in bytes.
@@ -100,20 +100,16 @@ def _add_products(
                 theirs, other = ours + 8 * TILE * (column - row), note + NOTE * (column - row)
                 out = np.int64(sums.ctypes.data) + 8 * TILE * TILE * (row * width + column)
                 fetched = np.int64(coming.ctypes.data) + 8 * ((last + 1) * tile // tiles)
-                if column > row:
-                    among_rows = (
-                        packed and column < panels
-                    )  # with nothing noted all lengths are zero, nothing is crossed
-                    if among_rows and max(high[row], high[column]) <= ALIKE * min(low[row], low[column]):
-                        _crossed(entry, total, ours, theirs, fetched, out, note, other)
-                    else:
-                        _square(entry, total, ours, theirs, fetched, out, note, other)
-                elif packed:
+                if column == row and packed:
                     _packing(entry, total, given + 8 * TILE * row, given + 8 * last, fetched, out, note, ours)
                     squares = notes[row, PRODUCTS // 4 :: TILE + 1]
-                    low[row], high[row] = squares.min(), squares.max()
-                else:
+                    low[row], high[row] = squares.min(), squares.max()  # zeros where nothing is ever crossed
+                elif column == row:
                     _corner(entry, total, ours, given + 8 * last, fetched, out, note, other)
+                elif packed and column < panels and max(high[row], high[column]) <= ALIKE * min(low[row], low[column]):
+                    _crossed(entry, total, ours, theirs, fetched, out, note, other)
+                else:
+                    _square(entry, total, ours, theirs, fetched, out, note, other)
                 tile += 1
         begin = end
 
@@ -167,24 +163,15 @@ def _tile(pairs: Sequence[tuple[int, int]], crossed: frozenset[int] = frozenset(
                         _write(builder, copy, place, half, size)
                 values = [[h if read == summed else builder.fpext(h, summed) for h in value] for value in values]
                 for (i, j), cell in sums.items():
-                    (a, c), (b, d) = values[i], values[j]
-                    if pairs.index((i, j)) in across:
-                        _add(builder, cell, builder.fadd(a, d), builder.fadd(b, c))
-                    else:
-                        _add(builder, cell, a, b)
-                        _add(builder, cell, c, d)
-                for cell, (a, c) in zip(owns, values, strict=False):
-                    _add(builder, cell, a, c)
+                    _multiply(builder, cell, values[i], values[j], crossed=pairs.index((i, j)) in across)
+                for cell, (half, other_half) in zip(owns, values, strict=False):
+                    _add(builder, cell, half, other_half)
             found = _folded(builder, [builder.load(sums[pair]) for pair in pairs], lanes)
             if across:
                 for start, place in ((note, BY_ROW), (other, BY_COLUMN)):
                     found[0] = builder.fsub(found[0], _read(builder, start, _int64(place), summed, 4))
             if noting:
-                own = _folded(builder, [builder.load(cell) for cell in owns] * TILE, lanes)[0]
-                for place, apart in ((BY_ROW, TILE), (BY_COLUMN, 1)):
-                    sources = [lane // apart if lane in CROSSED else lanes for lane in range(lanes)]
-                    _write(builder, note, _int64(place), _shuffled(builder, own, zero, sources), 4)
-                _write(builder, note, _int64(PRODUCTS), found[0], 4)
+                _leave(builder, note, [builder.load(cell) for cell in owns], found[0])
             for number, value in enumerate(found):
                 place = _int64(8 * lanes * number)
                 value = value if summed == wide else builder.fpext(value, wide)
@@ -206,6 +193,24 @@ def _read(builder: Any, start: Any, place: Any, kind: Any, align: int) -> Any:
 
 def _write(builder: Any, start: Any, place: Any, value: Any, align: int) -> None:
     builder.store(value, builder.inttoptr(builder.add(start, place), value.type.as_pointer()), align=align)
+
+
+def _multiply(builder: Any, cell: Any, one: Any, other: Any, crossed: bool) -> None:
+    """Add to a sum the products of two rows' vectors, of which each row has a pair."""
+    (a, c), (b, d) = one, other
+    factors = [(builder.fadd(a, d), builder.fadd(b, c))] if crossed else [(a, b), (c, d)]
+    for factor in factors:
+        _add(builder, cell, *factor)
+
+
+def _leave(builder: Any, note: Any, owns: list[Any], products: Any) -> None:
+    """Write what tiles that cross these rows take off, as their rows or as their columns, and the corner's products."""
+    lanes = products.type.count
+    own, zero = _folded(builder, owns * TILE, lanes)[0], ir.Constant(products.type, [0.0] * lanes)
+    for place, apart in ((BY_ROW, TILE), (BY_COLUMN, 1)):
+        sources = [lane // apart if lane in CROSSED else lanes for lane in range(lanes)]
+        _write(builder, note, _int64(place), _shuffled(builder, own, zero, sources), 4)
+    _write(builder, note, _int64(PRODUCTS), products, 4)
 
 
 def _add(builder: Any, cell: Any, one: Any, other: Any) -> None:
