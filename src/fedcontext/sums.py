@@ -56,15 +56,18 @@ def products(rows: Sequence[Matrix], columns: Sequence[Matrix], quick: bool = Fa
     parts = np.empty((max(1, min(PARTS, PARTS_BYTES // (8 * math.prod(shape)))), *shape))
     cuts = _cuts(rows[0].nbytes, len(parts))
 
+    kinds = np.empty(0, entry), np.empty(0, entry if quick else np.float64)
+
     def work(task: tuple[int, int]) -> None:
-        add_products(addresses, packed, entry, entry if quick else np.float64, cuts, *task, parts)
+        add_products(addresses, packed, *kinds, cuts, *task, parts)
 
     with _ready(entry, quick):
         on_all_cores(work, _tasks(len(parts)))
     found = parts.sum(axis=0).reshape(-1)[_places(count, len(columns), shape[1])]
-    turns: IntArray = np.argsort(order)
-    result: FloatArray = found[np.ix_(turns, [*turns, *range(count, count + len(columns))])]
-    return result
+    if packed:
+        turns: IntArray = np.argsort(order)
+        found = found[np.ix_(turns, [*turns, *range(count, count + len(columns))])]
+    return np.asarray(found)
 
 
 @lru_cache(2)

@@ -47,9 +47,19 @@ ALIKE = 16.0  # the largest of eight rows' squares over the smallest, at most: c
 
 @compiled
 def add_products(
-    addresses: IntArray, packed: bool, entry: Any, total: Any, cuts: IntArray, first: int, last: int, parts: Matrix
+    addresses: IntArray,
+    packed: bool,
+    entry: Matrix,
+    total: Matrix,
+    cuts: IntArray,
+    first: int,
+    last: int,
+    parts: Matrix,
 ) -> None:
-    """Write to each of ``parts`` from first to last the products of the rows' bytes between two ``cuts``."""
+    """Write to each of ``parts`` from first to last the products of the rows' bytes between two ``cuts``.
+
+    Types are told by empty arrays: Numba takes as long as for a small product to see which class it was given.
+    """
     spare = np.zeros(addresses.size * PIECE + LINE, np.uint8)
     notes = np.zeros((len(parts[0]), NOTE // 4), np.float32)
     for part in range(first, last):
@@ -72,7 +82,7 @@ def _add_products(
     """Add to ``sums``, (rows / 4, columns / 4, 16), the products of the rows' bytes from ``start`` to ``stop``.
 
     Addresses are those of the rows, of the columns beyond the first (both in fours), and of the first column, four
-    times. Tiles left of the diagonal stay as they are. ``entry`` is the arrays' type, ``total`` the one in which the
+    times. Tiles left of the diagonal stay as they are. ``entry`` has the arrays' type, ``total`` the one in which the
     entries of a piece are multiplied and added. A piece that is cut short is brought to ``spare``. If ``packed``, the
     corners bring the pieces of all rows there, side by side: lines of tiles go upwards, so that a row's corner comes
     before its other tiles.
