@@ -28,7 +28,8 @@ def main() -> None:
     names = [
         name for name in rounds.PEERS if given.peers is None or name in given.peers.split(";") or name == rounds.OURS
     ]
-    path = given.home / ("quick.json" if given.quick else "results.json")
+    trial = given.quick or given.peers is not None
+    path = given.home / "trial.json" if trial else given.results
     results = kept(path)
     if "a" in given.rows or "b" in given.rows:
         count, repeats = (10, 1) if given.quick else (100, given.repeats)
@@ -42,12 +43,12 @@ def main() -> None:
             results[name] = found
     if "e" in given.rows:
         results["growth"] = {"measured": machine(), "series": growth.measure(given.quick)}
-        figure = given.home / "growth.png" if given.quick else ROOT / "docs/figures/growth.png"
+        figure = given.home / "growth.png" if trial else ROOT / "docs/figures/growth.png"
         growth.draw(results["growth"]["series"], figure)
     path.write_text(json.dumps(results, indent=1))
     text = document(results)
     print(text)
-    if not given.quick:
+    if not trial:
         put(text, ROOT / "docs/performance.md")
     if wrong := [f"{row}: {name}" for row in TITLES for name in unequal(results, row)]:
         sys.exit(f"the work was not equal: {', '.join(wrong)}")
@@ -56,11 +57,16 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     """Return the command line's choices."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds, once; the documents stay as they are")
+    parser.add_argument(
+        "--quick", action="store_true", help="few rounds, once: too short for figures; documents stay as they are"
+    )
     parser.add_argument("--rows", default="abcde", help="which rows of the table, by their letters")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--peers", help="names with ; between; all if not given")
-    parser.add_argument("--home", type=Path, default=ROOT / ".benchmarks", help="environments, work and results")
+    parser.add_argument("--peers", help="names with ; between; all if not given, else documents stay as they are")
+    parser.add_argument("--home", type=Path, default=ROOT / ".benchmarks", help="environments and work")
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "benchmarks/results.json", help="rows left out are kept from here"
+    )
     return parser.parse_args()
 
 

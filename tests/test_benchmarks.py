@@ -83,7 +83,8 @@ def test_each_part_says_its_own_date_machine_and_versions(tmp_path, monkeypatch)
     monkeypatch.setattr(run.growth, "draw", lambda *given: None)
     monkeypatch.setattr(run, "put", lambda text, path: (tmp_path / "page.md").write_text(text))
     monkeypatch.setattr(run, "machine", lambda: {"date": "2026-01-01", "processor": "this one", "numpy": "2"})
-    monkeypatch.setattr(sys, "argv", ["run.py", "--rows", "de", "--home", str(tmp_path)])
+    results = ["--results", str(tmp_path / "results.json")]
+    monkeypatch.setattr(sys, "argv", ["run.py", "--rows", "de", "--home", str(tmp_path), *results])
     run.main()
     said = [line for line in (tmp_path / "page.md").read_text().splitlines() if line.startswith("Measured")]
     assert said == [
@@ -92,6 +93,14 @@ def test_each_part_says_its_own_date_machine_and_versions(tmp_path, monkeypatch)
         "Measured: date 2026-01-01, processor this one, numpy 2.",
     ]
     assert json.loads((tmp_path / "results.json").read_text())["rounds"] == old["rounds"]
+
+
+def test_the_page_is_what_the_kept_results_say():
+    import run
+
+    text = (FOLDER.parent / "docs/performance.md").read_text("utf-8")
+    shown = text.partition(run.MARKS[0])[2].partition(run.MARKS[1])[0]
+    assert shown.strip() == run.document(run.kept(FOLDER / "results.json")).strip()
 
 
 def test_a_part_without_date_and_machine_is_not_kept(tmp_path):

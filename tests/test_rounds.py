@@ -300,6 +300,15 @@ def test_every_engine_refuses_a_device_that_is_not_there(small_data, engine, unk
             ask()
 
 
+@pytest.mark.parametrize("engine", ["reference", "fast", "module"])
+def test_every_engine_refuses_params_of_another_model_and_trains_nobody_for_nobody(small_data, engine):
+    pytest.importorskip({"fast": "numba", "module": "torch"}.get(engine, "numpy"))
+    made, nobody = engine_named(engine, small_data), np.zeros(0, int)
+    assert made.train(made.start(), Work(0, 1, nobody, nobody, Local(0.1, 10))) == []
+    with pytest.raises(FedcontextError, match="params must be"):
+        made.train(np.zeros((3, 3)), Work(0, 1, np.arange(2), np.ones(2, int), Local(0.1, 10)))
+
+
 def test_devices_beside_the_cohort_that_ran_away_are_named_too(small_data):
     class Runaway(SoftmaxReference):
         def train(self, params, work):

@@ -13,13 +13,12 @@ from fedcontext.arrays import FloatArray
 from fedcontext.cohorts.crew import Cohort, Step, descend_all
 from fedcontext.cohorts.draws import compiled_orders, entropy
 from fedcontext.cohorts.kernels import sweep
-from fedcontext.cohorts.softmax import weighted_sum
+from fedcontext.cohorts.softmax import check_params, weighted_sum
 from fedcontext.cohorts.sparse import Sparse, sparse
 from fedcontext.cohorts.sparse_kernels import sweep_sparsely
 from fedcontext.cohorts.vectors import LANES
 from fedcontext.compiling import announced
 from fedcontext.datasets.federated import FederatedData, Samples, Split, check_devices, is_everyone, join, judged
-from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray
 from fedcontext.threads import on_all_cores, together
 
@@ -52,6 +51,7 @@ class SoftmaxFast:
     def __init__(self, data: FederatedData, dtype: npt.DTypeLike = np.float32) -> None:
         self.data, self.dtype = data, np.dtype(dtype)
         self.dimension, self.classes = data.dimension, data.classes
+        self._start = np.zeros((self.dimension + 1, self.classes), self.dtype)
         self.train_split, self.test_split = data.train.each(self._laid_out), data.test.each(self._laid_out)
         self._inner = np.empty(0, self.dtype)  # inner products of devices' samples, where they are kept
         self._places: dict[int, int] = {}  # where those of a device begin
@@ -68,7 +68,7 @@ class SoftmaxFast:
 
     def start(self) -> Matrix:
         """Return zeros: every class equally likely."""
-        return np.zeros((self.dimension + 1, self.classes), self.dtype)
+        return self._start.copy()
 
     def train(self, params: Matrix, work: Work) -> list[Matrix]:
         """Return each device's update: mini-batch SGD on F_k(w) + (μ/2)‖w - wᵗ‖² from ``params``."""
@@ -189,9 +189,7 @@ class SoftmaxFast:
         return _sealed(samples[0], self.dtype), _sealed(samples[1], np.dtype(np.int64))
 
     def _checked(self, params: Matrix) -> Matrix:
-        shape = (self.dimension + 1, self.classes)
-        if params.shape != shape or params.dtype != self.dtype:
-            raise FedcontextError(f"params must be {self.dtype} {shape}, got {params.dtype} {params.shape}")
+        check_params(params, self._start)
         return _plain(params, self.dtype)
 
     def _compile(self) -> None:

@@ -98,6 +98,8 @@ class Learner:
 
     def check(self, params: Params) -> None:
         """Refuse params that are not the module's: other names, shapes or places."""
+        if not isinstance(params, Mapping):
+            raise FedcontextError(f"params must be the module's tensors by name, got {type(params).__name__}")
         if unlike := self.shapes.keys() ^ params.keys():
             raise FedcontextError(
                 f"params must have the module's names, got a difference in {', '.join(sorted(unlike))}"

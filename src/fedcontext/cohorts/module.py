@@ -119,6 +119,8 @@ class ModuleEngine:
         """Return each device's update after local training from ``params``, buffers included."""
         self.learner.check(params)
         self._check_devices(work.devices)
+        if not len(work.devices):
+            return []
         if self.at_once:
             with _explained("all at once", "; one device after another it may work: at_once=False"):
                 moved, sound = self.stacked.train(params, work)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from fedcontext.arrays import FloatArray
 from fedcontext.datasets.federated import Features, FederatedData, Samples, Split, check_devices, is_everyone, judged
+from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray, batches
 
 if TYPE_CHECKING:
@@ -76,6 +77,19 @@ def weighted_sum(weights: FloatArray, gradients: Sequence[Matrix]) -> Matrix:
     return total.astype(gradients[0].dtype)
 
 
+def check_params(params: Matrix, like: Matrix) -> None:
+    """Refuse params of another shape or type than those that an engine starts from.
+
+    >>> check_params(np.zeros(3), np.zeros((2, 2), np.float32))
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: params must be float32 (2, 2), got float64 (3,)
+    """
+    if getattr(params, "shape", None) != like.shape or params.dtype != like.dtype:
+        got = f"{params.dtype} {params.shape}" if isinstance(params, np.ndarray) else type(params).__name__
+        raise FedcontextError(f"params must be {like.dtype} {like.shape}, got {got}")
+
+
 class SoftmaxReference:
     """One device after another, one mini-batch after another, as the formulas say it."""
 
@@ -93,6 +107,7 @@ class SoftmaxReference:
     def train(self, params: Matrix, work: Work) -> list[Matrix]:
         """Return each device's update: mini-batch SGD on F_k(w) + (μ/2)‖w - wᵗ‖² from ``params``."""
         work.local.check_plain("reference")
+        check_params(params, self.start())
         check_devices(self.train_split, work.devices)
         pairs = zip(work.devices.tolist(), work.epochs.tolist(), strict=True)
         return [self._train_device(params, device, epochs, work) for device, epochs in pairs]
