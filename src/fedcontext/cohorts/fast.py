@@ -215,6 +215,8 @@ def _orders(work: Work, counts: IntArray) -> IntArray:
 
 def _plain(array: Matrix, dtype: npt.DTypeLike) -> Matrix:
     """Return the array as there is code for: another kind, such as a read-only one, would be compiled for anew."""
+    if type(array) is np.ndarray and array.dtype == dtype and array.flags.carray:
+        return array  # as nearly always, and sooner known than by asking NumPy
     return np.require(array, dtype, ["C", "A", "W"])
 
 
