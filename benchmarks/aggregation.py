@@ -27,6 +27,9 @@ def main() -> None:
     given = arguments()
     sizes = SIZES[: 2 if given.quick else None]
     measure(2, 10**6, 1)  # loads what is compiled, so that it is not counted
+    if given.only:
+        print(table([measure(*given.only, given.repeats, stacked) for stacked in (True, False)]))
+        return
     several = {size: given.repeats * (3 if size == 10**6 else 1) for _, size in sizes}  # short ones vary more
     rows = [measure(count, size, several[size]) for count, size in sizes if fits(count, size, given.memory)]
     apart = measure(100, 10**6, several[10**6], stacked=False)
@@ -44,6 +47,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--memory", type=float, default=12, help="GB that the updates may take")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument(
+        "--only", type=int, nargs=2, metavar=("K", "N"), help="this size alone: rows of one array, then not"
+    )
     return parser.parse_args()
 
 

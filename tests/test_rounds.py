@@ -305,8 +305,15 @@ def test_every_engine_refuses_params_of_another_model_and_trains_nobody_for_nobo
     pytest.importorskip({"fast": "numba", "module": "torch"}.get(engine, "numpy"))
     made, nobody = engine_named(engine, small_data), np.zeros(0, int)
     assert made.train(made.start(), Work(0, 1, nobody, nobody, Local(0.1, 10))) == []
-    with pytest.raises(FedcontextError, match="params must be"):
-        made.train(np.zeros((3, 3)), Work(0, 1, np.arange(2), np.ones(2, int), Local(0.1, 10)))
+    other, two = np.zeros((3, 3)), np.arange(2)
+    for ask in (
+        lambda: made.train(other, Work(0, 1, two, np.ones(2, int), Local(0.1, 10))),
+        lambda: made.gradients(other, two),
+        lambda: made.gradient(other, np.arange(12), np.full(12, 1 / 12)),
+        lambda: made.evaluate(other),
+    ):
+        with pytest.raises(FedcontextError, match="params must be"):
+            ask()
 
 
 def test_devices_beside_the_cohort_that_ran_away_are_named_too(small_data):

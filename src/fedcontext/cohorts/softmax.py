@@ -125,11 +125,13 @@ class SoftmaxReference:
 
     def gradients(self, params: Matrix, devices: IntArray) -> list[Matrix]:
         """Return ∇F_k(params) of each device."""
+        check_params(params, self.start())
         check_devices(self.train_split, devices)
         return [gradient(params, *self.train_split.device(int(device))) for device in devices]
 
     def gradient(self, params: Matrix, devices: IntArray, weights: FloatArray) -> Matrix:
         """Return Σ weights ∇F_k(params): one pass over the data where everyone is asked, device by device else."""
+        check_params(params, self.start())
         if not is_everyone(self.train_split, devices):
             return weighted_sum(weights, self.gradients(params, devices))
         train, total = judged(self.train_split), np.zeros(params.shape)
@@ -140,6 +142,7 @@ class SoftmaxReference:
 
     def evaluate(self, params: Matrix) -> tuple[float, float]:
         """Return the mean loss over all training samples and the share of all test samples classified right."""
+        check_params(params, self.start())
         train, test = judged(self.train_split), self.test_split
         loss = sum(float(losses(params, train.features[b], train.labels[b]).sum(dtype=float)) for b in _blocks(train))
         right = sum(int((_guess(params, test.features[b]) == test.labels[b]).sum()) for b in _blocks(test))
