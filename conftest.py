@@ -3,5 +3,5 @@
 from importlib.util import find_spec
 
 collect_ignore = (
-    [] if find_spec("triton") else [f"src/fedcontext/cohorts/{name}.py" for name in ("fused", "fused_kernels")]
+    [] if find_spec("triton") else [f"src/fedcontext/engines/torch/{name}.py" for name in ("fused", "fused_kernels")]
 )

@@ -41,11 +41,11 @@ import torch._dynamo
 from torch import nn
 
 import fedcontext as fc
-from fedcontext.cohorts import Work
-from fedcontext.cohorts.models import cnn
-from fedcontext.cohorts.module import ModuleEngine
 from fedcontext.datasets.federated import FederatedData, Split
-from fedcontext.local import sgd
+from fedcontext.engines.base import Work
+from fedcontext.engines.torch.engine import ModuleEngine
+from fedcontext.engines.torch.models import cnn
+from fedcontext.local_sgd import sgd
 from fedcontext.plan import batches, plan_round
 
 SHAPE, CLASSES, BATCH, RATE, SEED = (3, 32, 32), 10, 10, 0.01, 0

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fedcontext.cohorts.softmax import SoftmaxReference
 from fedcontext.datasets import load
+from fedcontext.engines.softmax import SoftmaxReference
 from fedcontext.plan import orders, plan_round
 
 HERE = Path(__file__).parent

@@ -11,7 +11,7 @@ from docutils import nodes
 from latex2mathml.converter import convert
 
 from fedcontext.cli import app
-from fedcontext.export import SCHEMA
+from fedcontext.results.export import SCHEMA
 
 
 def cli_reference() -> str:

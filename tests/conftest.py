@@ -21,7 +21,7 @@ if find_spec("torch") and not import_module("torch").cuda.is_available():
 def pytest_configure(config: pytest.Config) -> None:
     """Compile before there are workers: those that compile side by side may differ in the last bit."""
     if not hasattr(config, "workerinput") and find_spec("numba"):
-        from fedcontext.cohorts.fast import SoftmaxFast
+        from fedcontext.engines.numba.engine import SoftmaxFast
 
         for dtype in (np.float32, np.float64):
             SoftmaxFast(load("synthetic-iid"), dtype)

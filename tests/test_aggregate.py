@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedcontext as fc
-from fedcontext import arrays
+from fedcontext.arrays import tree as arrays
 from fedcontext.errors import FedcontextError
 
 torch = pytest.importorskip("torch")

@@ -1,4 +1,4 @@
-"""The architecture is what docs/architecture.md draws: imports point one way, and every room is on the map."""
+"""The architecture is what docs/architecture.md draws: imports point one way, and every module is in its table."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src/fedcontext"
-TABLE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").split("## Rooms")[1].split("## Decisions")[0]
-ROOMS = [
+TABLE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").split("## Modules")[1].split("## Decisions")[0]
+MODULES = [
     [name.removesuffix(".py").rstrip("/") for name in re.findall(r"`([a-z_]+(?:\.py|/))`", row.split("|")[1])]
     for row in TABLE.splitlines()
     if row.startswith("| `")
 ]
-ROW = {room: index for index, row in enumerate(ROOMS) for room in row}
+ROW = {module: index for index, row in enumerate(MODULES) for module in row}
 
 
-def room_of(path):
+def module_of(path):
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
 def imports_at_the_top(path):
-    """The rooms that a module imports when it is itself imported: not inside functions, not for types alone."""
+    """The modules that a module imports when it is itself imported: not inside functions, not for types alone."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         if names == ["fedcontext"]:
@@ -30,17 +30,17 @@ def imports_at_the_top(path):
         yield from (name.split(".")[1] for name in names if name.startswith("fedcontext."))
 
 
-def test_every_room_is_on_the_map():
-    rooms = {room_of(path) for path in SOURCE.rglob("*.py")} - {"__init__", "version"}
-    assert rooms == set(ROW)
+def test_every_module_is_on_the_map():
+    modules = {module_of(path) for path in SOURCE.rglob("*.py")} - {"__init__", "version"}
+    assert modules == set(ROW)
 
 
 def test_imports_point_one_way():
     wrong = [
-        f"{path.relative_to(SOURCE)} imports {room}"
+        f"{path.relative_to(SOURCE)} imports {module}"
         for path in SOURCE.rglob("*.py")
         if path != SOURCE / "__init__.py"
-        for room in imports_at_the_top(path)
-        if room != "version" and ROW[room] > ROW[room_of(path)]
+        for module in imports_at_the_top(path)
+        if module != "version" and ROW[module] > ROW[module_of(path)]
     ]
     assert wrong == []

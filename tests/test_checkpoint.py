@@ -18,7 +18,7 @@ from hypothesis.extra.numpy import arrays
 
 import fedcontext as fc
 from fedcontext import checkpoint, runner
-from fedcontext.arrays import leaves
+from fedcontext.arrays.tree import leaves
 
 leaf = arrays(st.sampled_from([np.float32, np.float64, np.int64]), st.sampled_from([(), (3,), (2, 2), (0,)]))
 memory = st.recursive(

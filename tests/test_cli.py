@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import fedcontext as fc
 from fedcontext.cli import main
+from fedcontext.cli.tables import spread
 from fedcontext.datasets import load
-from fedcontext.terminal import spread
 
 PROGRAM = [sys.executable, "-c", "from fedcontext.cli import main; main()"]
 FEW = ("--rounds", "3", "--engine", "reference", "--quiet")
@@ -208,7 +208,7 @@ def test_mistakes_are_named_in_a_line_or_two_and_leave_no_file(tmp_path, case, m
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("module", ["numpy", "typer", "fedcontext.cli.running", "fedcontext.cohorts.fast"])
+@pytest.mark.parametrize("module", ["numpy", "typer", "fedcontext.cli.run", "fedcontext.engines.numba.engine"])
 def test_an_interrupt_while_modules_load_ends_without_a_traceback(tmp_path, module):
     """Of the library, of the command line, and of what a command itself loads."""
     script = f"""

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from fedcontext.cohorts import Work, stage
-from fedcontext.cohorts.learner import cross_entropy
-from fedcontext.cohorts.module import ModuleEngine
 from fedcontext.datasets.federated import FederatedData, Split
+from fedcontext.engines.base import Work
+from fedcontext.engines.torch import stage
+from fedcontext.engines.torch.engine import ModuleEngine
+from fedcontext.engines.torch.task import cross_entropy
 from fedcontext.errors import FedcontextError
-from fedcontext.local import Local
+from fedcontext.local_sgd import Local
 from test_module import CPU, LOCALS, distance, some_data, two_ways, warmed_up
 
 SIDE, OUT = 120, 100  # factors are smaller up to 54 rows

@@ -11,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedcontext as fc
-from fedcontext import compiling, plan, threads
-from fedcontext.cohorts import Work, engine_named, fast, sparse
-from fedcontext.cohorts.draws import compiled_orders
-from fedcontext.cohorts.fast import SoftmaxFast
-from fedcontext.cohorts.softmax import SoftmaxReference
+from fedcontext import jit, plan, threads
 from fedcontext.datasets.federated import FederatedData, join
-from fedcontext.local import Local
+from fedcontext.engines.base import Work, engine_named
+from fedcontext.engines.numba import engine as fast
+from fedcontext.engines.numba import sparse
+from fedcontext.engines.numba.draws import compiled_orders
+from fedcontext.engines.numba.engine import SoftmaxFast
+from fedcontext.engines.softmax import SoftmaxReference
+from fedcontext.local_sgd import Local
 
 TOLERANCE = {np.float32: 2e-4, np.float64: 1e-10}
 
@@ -107,7 +109,7 @@ def test_the_span_of_the_samples_and_the_features_give_the_same_steps(spans, mu,
 
 
 def test_code_that_cannot_be_kept_is_compiled_all_the_same(monkeypatch):
-    made = compiling._njit
+    made = jit._njit
 
     def nowhere(cache=False, **how):
         def decorate(function):
@@ -117,10 +119,10 @@ def test_code_that_cannot_be_kept_is_compiled_all_the_same(monkeypatch):
 
         return decorate
 
-    monkeypatch.setattr(compiling, "_njit", nowhere)
-    monkeypatch.setattr(compiling._Word, "how_often", "once")
-    assert compiling.compiled(lambda x: x + 1)(2) == 3
-    assert "NUMBA_CACHE_DIR" in compiling._Word.how_often
+    monkeypatch.setattr(jit, "_njit", nowhere)
+    monkeypatch.setattr(jit._Word, "how_often", "once")
+    assert jit.compiled(lambda x: x + 1)(2) == 3
+    assert "NUMBA_CACHE_DIR" in jit._Word.how_often
 
 
 def test_both_ways_are_taken_where_they_pay():

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from fedcontext.cohorts import Work
-from fedcontext.cohorts.convolutions import converted, hindrance_to_fused
-from fedcontext.cohorts.module import ModuleEngine
+from fedcontext.engines.base import Work
+from fedcontext.engines.torch.convolutions import converted, hindrance_to_fused
+from fedcontext.engines.torch.engine import ModuleEngine
 from test_module import CPU, LOCALS, distance, some_data
 
 pytest.importorskip("triton")
-from fedcontext.cohorts import fused
+from fedcontext.engines.torch import fused
 
 GPU = torch.cuda.is_available()
 PLACE = "cuda" if GPU else "cpu"

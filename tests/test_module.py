@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 import fedcontext as fc
-from fedcontext.cohorts import Work, stage
-from fedcontext.cohorts.convolutions import converted
-from fedcontext.cohorts.models import cnn, logistic, resnet18
-from fedcontext.cohorts.module import ModuleEngine
-from fedcontext.cohorts.softmax import SoftmaxReference
 from fedcontext.datasets.federated import FederatedData, join
-from fedcontext.local import Local
+from fedcontext.engines.base import Work
+from fedcontext.engines.softmax import SoftmaxReference
+from fedcontext.engines.torch import stage
+from fedcontext.engines.torch.convolutions import converted
+from fedcontext.engines.torch.engine import ModuleEngine
+from fedcontext.engines.torch.models import cnn, logistic, resnet18
+from fedcontext.local_sgd import Local
 
 LOCALS = {
     "sgd": Local(0.05, 4),

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import fedcontext as fc
-from fedcontext.cohorts.learner import Learner
-from fedcontext.cohorts.module import ModuleEngine
-from fedcontext.cohorts.stage import Stage
+from fedcontext.engines.torch.engine import ModuleEngine
+from fedcontext.engines.torch.stage import Stage
+from fedcontext.engines.torch.task import Learner
 from fedcontext.errors import FedcontextError
-from fedcontext.local import Local
+from fedcontext.local_sgd import Local
 from test_module import CPU, distance, perceptron, some_data, some_work, with_batch_norm
 
 OUT_OF_MEMORY = torch.cuda.OutOfMemoryError

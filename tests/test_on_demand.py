@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import fedcontext as fc
-from fedcontext.cohorts import ENGINES, engine_named
 from fedcontext.datasets.synthetic import JUDGES, synthetic
+from fedcontext.engines.base import ENGINES, engine_named
 
 LOCAL_ENGINES = ["reference", "fast"]
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import fedcontext as fc
-from fedcontext.cohorts import Work, engine_named
-from fedcontext.cohorts.ray import SoftmaxRay
 from fedcontext.datasets.synthetic import synthetic
-from fedcontext.local import Local
+from fedcontext.engines.base import Work, engine_named
+from fedcontext.engines.ray import SoftmaxRay
+from fedcontext.local_sgd import Local
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("federation")]  # many processes: never two at a time

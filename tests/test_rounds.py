@@ -13,13 +13,13 @@ import pytest
 import fedcontext as fc
 from fedcontext import records
 from fedcontext.algorithms import ALGORITHMS, Knobs, contextual_version, fedavg
-from fedcontext.cohorts import Work, engine_named
-from fedcontext.cohorts.softmax import SoftmaxReference
+from fedcontext.engines.base import Work, engine_named
+from fedcontext.engines.softmax import SoftmaxReference
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import settings_from_toml, to_toml
-from fedcontext.local import Local
+from fedcontext.local_sgd import Local
+from fedcontext.results.summary import summarise
 from fedcontext.runner import run
-from fedcontext.summary import summarise
 
 SMALL = {"rounds": 4, "devices_per_round": 4, "learning_rate": 0.1, "smoothness": 3.0}
 

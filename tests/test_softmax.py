@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcontext.cohorts import Work
-from fedcontext.cohorts.softmax import SoftmaxReference, gradient, losses
-from fedcontext.local import Local, proximal, sgd
+from fedcontext.engines.base import Work
+from fedcontext.engines.softmax import SoftmaxReference, gradient, losses
+from fedcontext.local_sgd import Local, proximal, sgd
 from fedcontext.smoothness import curvature
 
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedcontext as fc
-from fedcontext import arrays
+from fedcontext.arrays import tree as arrays
 from fedcontext.errors import FedcontextError
 from fedcontext.geometry import Report, measure, will_do
 
-sums = pytest.importorskip("fedcontext.sums")
-tiles = pytest.importorskip("fedcontext.tiles")
+sums = pytest.importorskip("fedcontext.arrays.gram")
+tiles = pytest.importorskip("fedcontext.arrays.tiles")
 torch = pytest.importorskip("torch")
 
 RULE = fc.contextual(smoothness=2.0)

@@ -10,9 +10,9 @@ import numpy as np
 from harness import BATCH, CLASSES, RATE, arguments, play
 
 import fedcontext as fc
-from fedcontext.cohorts import Work, engine_named
 from fedcontext.datasets.federated import FederatedData, Split, aligned
-from fedcontext.local import sgd
+from fedcontext.engines.base import Work, engine_named
+from fedcontext.local_sgd import sgd
 
 
 class Fedcontext:

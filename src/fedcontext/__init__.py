@@ -1,18 +1,18 @@
 """Federated learning with contextual aggregation: the weights with the lowest bound on the loss, every round."""
 
-from fedcontext.aggregate import Aggregation, aggregate
+from fedcontext.aggregation import Aggregation, aggregate
 from fedcontext.algorithms import ALGORITHMS, Algorithm, Knobs, contextual_version, expected_version
+from fedcontext.arrays.memmap import mapped
 from fedcontext.datasets import FederatedData, federate, load
 from fedcontext.errors import FedcontextError, MissingExtra
 from fedcontext.experiment import Experiment
-from fedcontext.export import load_runs
 from fedcontext.fleet import PROFILES, Fleet, Profile, Spread, make_fleet
 from fedcontext.geometry import Geometry
-from fedcontext.mapped import mapped
 from fedcontext.plan import RoundPlan, plan_round
 from fedcontext.records import RoundRecord, read
-from fedcontext.rounds import Simulation, State, prepare, rounds
+from fedcontext.results.export import load_runs
 from fedcontext.rules import Rule, bound, by_samples, contextual, expected_contextual, folb, mean, stateless
+from fedcontext.simulation import Simulation, State, prepare, rounds
 from fedcontext.version import __version__
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from fedcontext import rules
 from fedcontext.errors import FedcontextError, positive
-from fedcontext.local import Local, proximal, sgd
+from fedcontext.local_sgd import Local, proximal, sgd
 from fedcontext.rules import Rule
 
 Averaging: TypeAlias = Literal["mean", "samples"]

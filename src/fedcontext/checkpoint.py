@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fedcontext.arrays import Array, Structure, framework, leaf_name, leaves, rebuild
+from fedcontext.arrays.tree import Array, Structure, framework, leaf_name, leaves, rebuild
 from fedcontext.errors import FedcontextError, require
 
 SCHEMA = 1

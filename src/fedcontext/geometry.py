@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from fedcontext.arrays import SCRATCH, FloatArray, Leaves, framework, size_of
+from fedcontext.arrays.tree import SCRATCH, FloatArray, Leaves, framework, size_of
 from fedcontext.errors import FedcontextError
 
 # When products of float32 entries may be formed in float32 (see `will_do`).

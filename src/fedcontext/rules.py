@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from fedcontext.arrays import FloatArray
+from fedcontext.arrays.tree import FloatArray
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.geometry import Geometry, shares, surely_mild
 

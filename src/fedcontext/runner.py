@@ -16,7 +16,7 @@ from fedcontext import checkpoint
 from fedcontext.errors import require
 from fedcontext.experiment import Experiment, to_toml
 from fedcontext.records import RoundRecord, keep, write
-from fedcontext.rounds import Simulation, State, prepare
+from fedcontext.simulation import Simulation, State, prepare
 
 OnRound: TypeAlias = Callable[[Experiment, RoundRecord], None]
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")

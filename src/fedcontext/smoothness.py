@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedcontext.arrays import Array, Structure, leaves, rebuild
+from fedcontext.arrays.tree import Array, Structure, leaves, rebuild
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.plan import Stream, generator
 

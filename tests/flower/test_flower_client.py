@@ -18,7 +18,7 @@ from flwr.clientapp.mod import LocalDpMod
 from flwr.serverapp.strategy import FedAvg
 
 from fedcontext.flower import ContextualStrategy, torch_client
-from fedcontext.flower.wire import arrays_of, record_of
+from fedcontext.flower.protocol import arrays_of, record_of
 
 HERE = Path(__file__).parent / "quickstart"
 GUIDE = Path(__file__).parents[2] / "docs" / "deployment.md"

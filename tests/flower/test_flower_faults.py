@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import fedcontext as fc
 from fedcontext.flower import ContextualStrategy, numpy_client
-from fedcontext.flower.exchange import plan_tasks
-from fedcontext.flower.wire import GRADIENT, UPDATE, arrays_of, record_of, view
+from fedcontext.flower.messages import plan_tasks
+from fedcontext.flower.protocol import GRADIENT, UPDATE, arrays_of, record_of, view
 
 BAD = 2  # the device that misbehaves
 START = {"w": np.zeros(4, np.float32), "b": np.ones((), np.float32), "running_mean": np.zeros(2, np.float32)}

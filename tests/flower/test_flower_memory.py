@@ -11,9 +11,9 @@ from flwr.app import ConfigRecord
 from flwr.serverapp.strategy import FedAvg
 
 import fedcontext as fc
-from fedcontext.arrays import SCRATCH
+from fedcontext.arrays.tree import SCRATCH
 from fedcontext.flower import ContextualStrategy, numpy_client
-from fedcontext.flower.wire import record_of
+from fedcontext.flower.protocol import record_of
 
 SIZE, DEVICES = 1_000_000, 60
 START = {name: np.zeros(SIZE // 4, np.float32) for name in "abcd"}

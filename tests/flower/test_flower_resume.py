@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import FedAvg
 import fedcontext as fc
 from fedcontext import checkpoint
 from fedcontext.flower import ContextualStrategy, numpy_client
-from fedcontext.flower.wire import arrays_of, record_of
+from fedcontext.flower.protocol import arrays_of, record_of
 from fedcontext.rules import Rule
 
 CONFIG = {

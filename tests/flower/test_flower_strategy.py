@@ -18,8 +18,8 @@ import fedcontext as fc
 from fedcontext import cli
 from fedcontext.algorithms import ALGORITHMS
 from fedcontext.flower import ContextualStrategy, numpy_client
-from fedcontext.flower.exchange import plan_tasks
-from fedcontext.flower.wire import arrays_of, record_of
+from fedcontext.flower.messages import plan_tasks
+from fedcontext.flower.protocol import arrays_of, record_of
 
 SETTINGS = {
     "dataset": "synthetic-1-1",

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import fedcontext as fc
 from fedcontext.cli import app
-from fedcontext.export import SCHEMA, export
+from fedcontext.results.export import SCHEMA, export
 
 
 def test_one_row_a_round_with_the_documented_columns(runs: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_failed_export_leaves_nothing(runs: Path, tmp_path: Path, monkeypatch,
         path.write_text("half a table")
         raise error
 
-    monkeypatch.setattr("fedcontext.export._write_csv", fail)
+    monkeypatch.setattr("fedcontext.results.export._write_csv", fail)
     known = fc.FedcontextError if isinstance(error, OSError) else RuntimeError
     with pytest.raises(known, match=r"runs.csv: cannot be written \(No space left|a mistake"):
         export([runs], tmp_path / "runs.csv")

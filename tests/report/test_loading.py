@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcontext.errors import FedcontextError
-from fedcontext.loading import load, load_run
 from fedcontext.records import RoundRecord, read
-from fedcontext.report.page import to_json
-from fedcontext.report.scenes import content
+from fedcontext.report.html import to_json
+from fedcontext.report.page_data import content
+from fedcontext.results.reader import load, load_run
 
 ANY_JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from fedcontext.loading import load
 from fedcontext.report import watch
 from fedcontext.report.live import LivePage
-from fedcontext.rounds import rounds
+from fedcontext.results.reader import load
+from fedcontext.simulation import rounds
 
 from .conftest import experiments
 

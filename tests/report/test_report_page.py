@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 from fedcontext.cli import app
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment, settings_from_toml
-from fedcontext.loading import Run, load
 from fedcontext.records import read
 from fedcontext.report import write
+from fedcontext.report.downsample import thin
+from fedcontext.report.html import to_html, to_json
 from fedcontext.report.library import eager, fewer
-from fedcontext.report.page import to_html, to_json
-from fedcontext.report.scenes import POINTS, content
-from fedcontext.report.thinning import thin
-from fedcontext.summary import median_rounds, summarise
+from fedcontext.report.page_data import POINTS, content
+from fedcontext.results.reader import Run, load
+from fedcontext.results.summary import median_rounds, summarise
 
 from .conftest import ALGORITHMS, SEEDS, experiments
 

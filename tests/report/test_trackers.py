@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fedcontext import trackers
+from fedcontext.callbacks import trackers
+from fedcontext.callbacks.progress import Standings, watching
+from fedcontext.callbacks.trackers import tracking, values_of
 from fedcontext.errors import FedcontextError, MissingExtra
-from fedcontext.rounds import rounds
 from fedcontext.runner import _heard
-from fedcontext.trackers import tracking, values_of
-from fedcontext.watching import Standings, watching
+from fedcontext.simulation import rounds
 
 from .conftest import experiments
 

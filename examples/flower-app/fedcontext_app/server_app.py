@@ -5,7 +5,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
 from fedcontext.flower import ContextualStrategy
-from fedcontext.flower.wire import record_of
+from fedcontext.flower.protocol import record_of
 from fedcontext_app.task import algorithm, start
 
 app = ServerApp()

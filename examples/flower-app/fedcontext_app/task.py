@@ -5,9 +5,9 @@ from flwr.app import Context, UserConfig
 
 import fedcontext as fc
 from fedcontext.algorithms import Algorithm, algorithm_named
-from fedcontext.cohorts import Work
-from fedcontext.cohorts.softmax import SoftmaxReference
 from fedcontext.datasets.federated import FederatedData, Split
+from fedcontext.engines.base import Work
+from fedcontext.engines.softmax import SoftmaxReference
 
 
 def algorithm(config: UserConfig) -> Algorithm:

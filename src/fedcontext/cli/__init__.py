@@ -7,20 +7,21 @@ from typing import Annotated
 
 import typer
 
-from fedcontext.cli import listing, looking, reproducing, running
+from fedcontext.cli import list as listing
+from fedcontext.cli import report, reproduce, run
 from fedcontext.cli.options import Command
+from fedcontext.console import err
 from fedcontext.errors import FedcontextError
-from fedcontext.terminal import err
 from fedcontext.version import __version__
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 for command in (
-    running.run,
-    running.compare,
-    reproducing.reproduce,
+    run.run,
+    run.compare,
+    reproduce.reproduce,
     listing.algorithms,
-    looking.report,
-    looking.export,
+    report.report,
+    report.export,
 ):
     app.command(cls=Command)(command)
 app.add_typer(listing.data_app, name="data")

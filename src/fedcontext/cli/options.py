@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from fedcontext.console import err
 from fedcontext.datasets import NAMES
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment, settings_from_toml
-from fedcontext.terminal import err
 
 File = Annotated[Path | None, typer.Argument(help="TOML file with settings; options on the command line win.")]
 Dataset = Annotated[str | None, typer.Option(help=f"One of {', '.join(NAMES)}. [default: synthetic-1-1]")]

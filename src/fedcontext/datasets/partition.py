@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedcontext.arrays import FloatArray
+from fedcontext.arrays.tree import FloatArray
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.plan import IntArray
 

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 
 from fedcontext.errors import FedcontextError, require
-from fedcontext.flower.wire import (
+from fedcontext.flower.protocol import (
     ARRAYS,
     ASKED,
     GRADIENT,

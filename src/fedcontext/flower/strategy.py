@@ -13,14 +13,14 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result, Strategy
 
-from fedcontext.aggregate import Aggregation
-from fedcontext.arrays import all_finite
+from fedcontext.aggregation import Aggregation
+from fedcontext.arrays.tree import all_finite
 from fedcontext.errors import FedcontextError, positive
-from fedcontext.flower.combine import combine
-from fedcontext.flower.exchange import Answer, Probes, Task, collect, message_for, plan_tasks, received
-from fedcontext.flower.history import History, client_metrics, round_metrics, sound_metrics
-from fedcontext.flower.nodes import Roster, Snapshot, connected
-from fedcontext.flower.wire import SAMPLES, Arrays, arrays_of, record_of, size
+from fedcontext.flower.messages import Answer, Probes, Task, collect, message_for, plan_tasks, received
+from fedcontext.flower.protocol import SAMPLES, Arrays, arrays_of, record_of, size
+from fedcontext.flower.robust import combine
+from fedcontext.flower.roster import Roster, Snapshot, connected
+from fedcontext.flower.run_log import History, client_metrics, round_metrics, sound_metrics
 from fedcontext.rules import Rule, contextual
 
 log = logging.getLogger("flwr")

@@ -13,7 +13,7 @@ from fedcontext.paper.claims import Claim, judge
 from fedcontext.paper.experiments import SEEDS, STUDIES
 from fedcontext.paper.figures import Book
 from fedcontext.paper.reproduce import draw, open_book
-from fedcontext.summary import LEVELS, median_rounds, summarise
+from fedcontext.results.summary import LEVELS, median_rounds, summarise
 from fedcontext.version import __version__
 
 INTRODUCTION = """# What became of the paper's claims

@@ -8,11 +8,11 @@ from typing import Literal
 
 import numpy as np
 
-from fedcontext.arrays import FloatArray
+from fedcontext.arrays.tree import FloatArray
 from fedcontext.paper.experiments import MUS, STUDIES, Line
 from fedcontext.paper.figures import Book, stages
 from fedcontext.records import RoundRecord
-from fedcontext.summary import LEVELS, Summary, median_rounds, summarise
+from fedcontext.results.summary import LEVELS, Summary, median_rounds, summarise
 
 CONTEXTUAL = ("FedAvg (Contextual)", "FedProx (Contextual)")
 COHORT_PROBES = "FedAvg (Contextual), K2 = 0"

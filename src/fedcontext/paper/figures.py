@@ -12,7 +12,7 @@ import numpy as np
 from fedcontext.errors import FedcontextError, require
 from fedcontext.paper.experiments import Line, Study
 from fedcontext.records import RoundRecord
-from fedcontext.summary import LEVELS, Summary, summarise
+from fedcontext.results.summary import LEVELS, Summary, summarise
 
 Book: TypeAlias = Mapping[Line, Sequence[Sequence[RoundRecord]]]  # for each line, the records of each seed
 

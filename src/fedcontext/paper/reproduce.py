@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fedcontext.cohorts import ENGINES
+from fedcontext.engines.base import ENGINES
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
 from fedcontext.paper.experiments import SEEDS, Line, Study, runs_of

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from fedcontext.loading import load
+from fedcontext.report.html import replace, to_html
 from fedcontext.report.live import watch
-from fedcontext.report.page import replace, to_html
-from fedcontext.report.scenes import content
+from fedcontext.report.page_data import content
+from fedcontext.results.reader import load
 
 __all__ = ["watch", "write"]
 

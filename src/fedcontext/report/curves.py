@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from fedcontext.arrays import FloatArray
+from fedcontext.arrays.tree import FloatArray
+from fedcontext.report.downsample import short, thin
 from fedcontext.report.groups import UNITS, Group
-from fedcontext.report.thinning import short, thin
 
 
 def curve(group: Group, name: str, points: int) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from fedcontext.loading import Row, column
-from fedcontext.report.reach import promise_kept
-from fedcontext.report.thinning import short, thin
+from fedcontext.report.downsample import short, thin
+from fedcontext.report.milestones import promise_kept
+from fedcontext.results.reader import Row, column
 
 MOST = 100  # devices in a picture of stages, and marks of failed promises
 

@@ -13,8 +13,8 @@ from typing import TypeAlias
 import numpy as np
 
 from fedcontext.algorithms import ALGORITHMS
-from fedcontext.arrays import FloatArray
-from fedcontext.loading import TEXT, Run, column
+from fedcontext.arrays.tree import FloatArray
+from fedcontext.results.reader import TEXT, Run, column
 
 UNITS = ("rounds", "seconds", "bytes")  # what a run costs, in three ways
 

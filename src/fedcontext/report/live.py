@@ -9,10 +9,10 @@ from pathlib import Path
 
 from fedcontext.errors import require
 from fedcontext.experiment import Experiment
-from fedcontext.loading import Run, row_of, started
 from fedcontext.records import RoundRecord
-from fedcontext.report.page import replace, to_html, to_json
-from fedcontext.report.scenes import content
+from fedcontext.report.html import replace, to_html, to_json
+from fedcontext.report.page_data import content
+from fedcontext.results.reader import Run, row_of, started
 from fedcontext.runner import OnRound
 
 PAUSE = 1.0  # seconds between two pages at least, and ten times what a page takes

@@ -1,0 +1,1 @@
+"""Framework arrays as trees of leaves: NumPy, PyTorch and JAX behind one interface."""

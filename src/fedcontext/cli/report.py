@@ -1,0 +1,41 @@
+"""The commands that look at records: a report page, a table for other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedcontext.console import err, out
+
+Runs = Annotated[list[Path], typer.Argument(help="Files of runs (.jsonl), or directories with them.")]
+
+
+def report(
+    runs: Runs,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Write one HTML page about runs: curves, costs, weights, promises, settings. It opens offline, anywhere."""
+    from fedcontext.report import write
+
+    _say(write(runs, output))
+    out.print(f"report: {output}", soft_wrap=True, highlight=False, markup=False)
+
+
+def export(
+    runs: Runs,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The table to write: .parquet or .csv.")],
+) -> None:
+    """Write all rounds of runs as one tidy table, one row a round."""
+    from fedcontext.results.export import export as write_table
+
+    count, problems = write_table(runs, output)
+    _say(problems)
+    out.print(f"table: {output}, {count} rounds", soft_wrap=True, highlight=False, markup=False)
+
+
+def _say(problems: Iterable[str]) -> None:
+    for problem in problems:
+        err.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,1 @@
+"""Softmax regression compiled with Numba."""

@@ -1,0 +1,159 @@
+"""Multinomial logistic regression, the paper's model, in plain NumPy: the engine that the fast ones are tested against.
+
+Params are one (d + 1, C) matrix: a row of class scores per feature, and the biases in the last row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedcontext.arrays.tree import FloatArray
+from fedcontext.datasets.federated import Features, FederatedData, Samples, Split, check_devices, is_everyone, judged
+from fedcontext.errors import FedcontextError
+from fedcontext.plan import IntArray, batches
+
+if TYPE_CHECKING:
+    from fedcontext.engines.base import Work
+
+Matrix = npt.NDArray[Any]
+ROWS = 4096  # samples of one block in a pass over all data
+
+
+def probabilities(params: Matrix, features: Features) -> Matrix:
+    """Return (n, C) class probabilities, softmax(x W + c).
+
+    >>> probabilities(np.zeros((3, 4)), np.ones((1, 2)))
+    array([[0.25, 0.25, 0.25, 0.25]])
+    """
+    scores = features @ params[:-1]
+    scores += params[-1]
+    scores -= scores.max(axis=1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=1, keepdims=True)
+    return scores
+
+
+def losses(params: Matrix, features: Features, labels: IntArray) -> Matrix:
+    """Return (n,) cross-entropies, log Σ exp(scores) - score of the label.
+
+    >>> losses(np.zeros((3, 4)), np.ones((1, 2)), np.array([2])).round(4)
+    array([1.3863])
+    """
+    scores = features @ params[:-1] + params[-1]
+    top = scores.max(axis=1)
+    own = scores[np.arange(len(labels)), labels]
+    return np.asarray(np.log(np.exp(scores - top[:, None]).sum(axis=1)) + top - own)
+
+
+def gradient(params: Matrix, features: Features, labels: IntArray, weights: Matrix | None = None) -> Matrix:
+    """Return (d + 1, C), the gradient of the mean loss; or of Σ weights · losses.
+
+    >>> gradient(np.zeros((2, 2)), np.ones((1, 1)), np.array([0]))
+    array([[-0.5,  0.5],
+           [-0.5,  0.5]])
+    """
+    residuals = probabilities(params, features)
+    residuals[np.arange(len(labels)), labels] -= 1
+    residuals *= 1 / len(labels) if weights is None else weights[:, None]
+    result = np.empty_like(params)
+    np.matmul(features.T, residuals, out=result[:-1])
+    residuals.sum(axis=0, out=result[-1])
+    return result
+
+
+def weighted_sum(weights: FloatArray, gradients: Sequence[Matrix]) -> Matrix:
+    """Return Σ weights · gradients, summed in float64.
+
+    >>> weighted_sum(np.array([0.5, 2.0]), [np.ones(1, np.float32), np.ones(1, np.float32)])
+    array([2.5], dtype=float32)
+    """
+    total = np.zeros(gradients[0].shape)
+    for weight, own in zip(weights, gradients, strict=True):
+        total += weight * own
+    return total.astype(gradients[0].dtype)
+
+
+def check_params(params: Matrix, like: Matrix) -> None:
+    """Refuse params of another shape or type than those that an engine starts from.
+
+    >>> check_params(np.zeros(3), np.zeros((2, 2), np.float32))
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: params must be float32 (2, 2), got float64 (3,)
+    """
+    if getattr(params, "shape", None) != like.shape or params.dtype != like.dtype:
+        got = f"{params.dtype} {params.shape}" if isinstance(params, np.ndarray) else type(params).__name__
+        raise FedcontextError(f"params must be {like.dtype} {like.shape}, got {got}")
+
+
+class SoftmaxReference:
+    """One device after another, one mini-batch after another, as the formulas say it."""
+
+    def __init__(self, data: FederatedData, dtype: npt.DTypeLike = np.float32) -> None:
+        self.data, self.dtype = data, np.dtype(dtype)
+        self.train_split, self.test_split = data.train.each(self._cast), data.test.each(self._cast)
+
+    def _cast(self, samples: Samples) -> Samples:
+        return samples[0].astype(self.dtype, copy=False), samples[1]
+
+    def start(self) -> Matrix:
+        """Return zeros: every class equally likely."""
+        return np.zeros((self.data.dimension + 1, self.data.classes), self.dtype)
+
+    def train(self, params: Matrix, work: Work) -> list[Matrix]:
+        """Return each device's update: mini-batch SGD on F_k(w) + (μ/2)‖w - wᵗ‖² from ``params``."""
+        work.local.check_plain("reference")
+        check_params(params, self.start())
+        check_devices(self.train_split, work.devices)
+        pairs = zip(work.devices.tolist(), work.epochs.tolist(), strict=True)
+        return [self._train_device(params, device, epochs, work) for device, epochs in pairs]
+
+    def _train_device(self, params: Matrix, device: int, epochs: int, work: Work) -> Matrix:
+        (features, labels), local = self.train_split.device(device), work.local
+        own = params.copy()
+        for batch in batches(work.seed, work.number, device, len(labels), epochs, local.batch_size):
+            slope = gradient(own, features[batch], labels[batch])
+            if local.mu:
+                slope += local.mu * (own - params)
+            own -= local.learning_rate * slope
+        own -= params
+        return own
+
+    def gradients(self, params: Matrix, devices: IntArray) -> list[Matrix]:
+        """Return ∇F_k(params) of each device."""
+        check_params(params, self.start())
+        check_devices(self.train_split, devices)
+        return [gradient(params, *self.train_split.device(int(device))) for device in devices]
+
+    def gradient(self, params: Matrix, devices: IntArray, weights: FloatArray) -> Matrix:
+        """Return Σ weights ∇F_k(params): one pass over the data where everyone is asked, device by device else."""
+        check_params(params, self.start())
+        if not is_everyone(self.train_split, devices):
+            return weighted_sum(weights, self.gradients(params, devices))
+        train, total = judged(self.train_split), np.zeros(params.shape)
+        each = np.repeat(weights / train.sizes, train.sizes).astype(self.dtype)
+        for rows in _blocks(train):
+            total += gradient(params, train.features[rows], train.labels[rows], each[rows])
+        return total.astype(self.dtype)
+
+    def evaluate(self, params: Matrix) -> tuple[float, float]:
+        """Return the mean loss over all training samples and the share of all test samples classified right."""
+        check_params(params, self.start())
+        train, test = judged(self.train_split), self.test_split
+        loss = sum(float(losses(params, train.features[b], train.labels[b]).sum(dtype=float)) for b in _blocks(train))
+        right = sum(int((_guess(params, test.features[b]) == test.labels[b]).sum()) for b in _blocks(test))
+        return loss / len(train.labels), right / max(1, len(test.labels))
+
+
+def _guess(params: Matrix, features: Features) -> IntArray:
+    guesses: IntArray = (features @ params[:-1] + params[-1]).argmax(axis=1)
+    return guesses
+
+
+def _blocks(split: Split) -> Iterator[slice]:
+    for start in range(0, len(split.labels), ROWS):
+        yield slice(start, start + ROWS)
