@@ -43,7 +43,7 @@ from torch import nn
 import fedcontext as fc
 from fedcontext.datasets.federated import FederatedData, Split
 from fedcontext.engines.base import Work
-from fedcontext.engines.torch.engine import ModuleEngine
+from fedcontext.engines.torch.engine import TorchEngine
 from fedcontext.engines.torch.models import cnn
 from fedcontext.local_sgd import sgd
 from fedcontext.plan import batches, plan_round
@@ -120,9 +120,9 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def engine(self, options: dict) -> ModuleEngine:
+    def engine(self, options: dict) -> TorchEngine:
         make = partial(cnn, SHAPE, CLASSES)
-        return ModuleEngine(self.data, make, input_shape=SHAPE, device=str(self.device), seed=SEED, **options)
+        return TorchEngine(self.data, make, input_shape=SHAPE, device=str(self.device), seed=SEED, **options)
 
     def check(self, updates: list[dict[str, torch.Tensor]]) -> dict:
         pairs = zip(updates, self.truth, strict=True)
@@ -368,7 +368,7 @@ def worker(bench: Bench) -> None:
         print("ready", flush=True)
         sys.stdin.readline()
 
-    bench.params = bench.engine({"at_once": False}).start()
+    bench.params = bench.engine({"at_once": False}).initial_params()
     _, found = pfl_rounds(bench, bench.args.rounds, ready)
     print(json.dumps(found), flush=True)
 
@@ -451,7 +451,7 @@ def main() -> None:
         print("\n".join(todo))
         sys.exit(0 if args.list else f"unknown: {', '.join(sorted(set(chosen) - set(todo)))}")
     truth = bench.engine({"at_once": False})
-    bench.params = truth.start()
+    bench.params = truth.initial_params()
     bench.truth = truth.train(bench.params, bench.work(1))
     del truth
     for name in chosen:

@@ -30,14 +30,14 @@ def drawn(devices: int, samples: int, dimension: int) -> FederatedData:
 
 def drawn_on_demand(devices: int, samples: int, dimension: int) -> FederatedData:
     """Return the same, with samples made when a device trains."""
-    judges = drawn(100, samples, dimension)
-    train = DrawnSplit(np.full(devices, samples), lambda k: part(k, samples, dimension), judges.judged)
-    return FederatedData("drawn on demand", train, judges.test, CLASSES)
+    evaluation = drawn(100, samples, dimension)
+    train = DrawnSplit(np.full(devices, samples), lambda k: part(k, samples, dimension), evaluation.evaluation_split)
+    return FederatedData("drawn on demand", train, evaluation.test, CLASSES)
 
 
 def milliseconds(data: FederatedData, rounds: int, **settings: object) -> float:
     """Return the median time of a round of contextual aggregation, with the cohort's own gradients."""
-    told = {"rounds": rounds + 2, "eval_every": rounds + 3, "k2": 0, "engine": "fast", "epochs": (1, 1), **settings}
+    told = {"rounds": rounds + 2, "eval_every": rounds + 3, "k2": 0, "engine": "numba", "epochs": (1, 1), **settings}
     simulation = fc.prepare(fc.Experiment(algorithm="fedavg-contextual", learning_rate=0.01, **told), data)
     state, times = simulation.start(), []
     for _ in range(rounds + 1):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedcontext.datasets import load
+from fedcontext.datasets import load_dataset
 from fedcontext.engines.softmax import SoftmaxReference
 from fedcontext.plan import orders, plan_round
 
@@ -34,7 +34,7 @@ class Peer:
 
 
 PEERS = {
-    OURS: Peer("fedcontext_rounds.py", ("fast",)),
+    OURS: Peer("fedcontext_rounds.py", ("numba",)),
     "fedcontext, fast, through aggregate": Peer("fedcontext_rounds.py", ("fast+aggregate",)),
     "fedcontext, reference (NumPy)": Peer("fedcontext_rounds.py", ("reference",)),
     "FedJAX 0.0.17": Peer(
@@ -55,7 +55,7 @@ PEERS = {
 def write_work(folder: Path, rounds: int) -> None:
     """Write the data and the plans that all peers follow."""
     folder.mkdir(parents=True, exist_ok=True)
-    data = load("mnist")
+    data = load_dataset("mnist")
     for name in ("features", "labels", "offsets"):
         np.save(folder / f"{name}.npy", getattr(data.train, name))
     for row, epochs in EPOCHS.items():
@@ -103,7 +103,7 @@ def run_peer(name: str, row: str, rounds: int, home: Path) -> dict[str, object] 
     if done.returncode or not out.exists():
         print(f"{name}, row {row}: failed with status {done.returncode}, see {log_of(name, home)}", file=sys.stderr)
         return None
-    return {**json.loads(out.read_text()), "params": np.load(out.with_suffix(".npy"))}
+    return {**json.loads(out.read_text()), "params": np.load_dataset(out.with_suffix(".npy"))}
 
 
 def measure(home: Path, rounds: int, repeats: int, names: list[str]) -> dict[str, object]:
@@ -127,10 +127,10 @@ def measure(home: Path, rounds: int, repeats: int, names: list[str]) -> dict[str
 
 def multiply_adds(folder: Path, row: str) -> float:
     """Return what a round's training costs at least in dense arithmetic: n d C forwards and as much for the gradient."""
-    sizes, features = np.diff(np.load(folder / "offsets.npy")), np.load(folder / "features.npy", mmap_mode="r")
-    devices, epochs = (np.load(folder / f"{row}-{name}.npy") for name in ("devices", "epochs"))
+    sizes, features = np.diff(np.load_dataset(folder / "offsets.npy")), np.load(folder / "features.npy", mmap_mode="r")
+    devices, epochs = (np.load_dataset(folder / f"{row}-{name}.npy") for name in ("devices", "epochs"))
     passes = (sizes[devices] * epochs).sum(axis=1).mean()  # of a sample, in a round
-    return float(2 * passes * features.shape[1] * (np.load(folder / "labels.npy").max() + 1))
+    return float(2 * passes * features.shape[1] * (np.load_dataset(folder / "labels.npy").max() + 1))
 
 
 def peak(side: int = SIDE, tries: int = 20) -> float:
@@ -146,7 +146,7 @@ def peak(side: int = SIDE, tries: int = 20) -> float:
 
 def summary(runs: list[dict[str, object]]) -> dict[str, float]:
     """Return the figures of one cell of the table; loss and accuracy are ours to compute, from the final params."""
-    loss, accuracy = SoftmaxReference(load("mnist")).evaluate(runs[-1]["params"])
+    loss, accuracy = SoftmaxReference(load_dataset("mnist")).evaluate(runs[-1]["params"])
     means = [float(np.mean(run["ms"])) for run in runs]
     return {
         "ms_per_round": float(np.median([run["ms"] for run in runs], axis=0).mean()),

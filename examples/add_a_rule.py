@@ -13,5 +13,7 @@ def clipped():
     return fc.stateless("clipped", weigh)
 
 
-fc.ALGORITHMS["clipped"] = lambda knobs: fc.Algorithm("clipped", fc.ALGORITHMS["fedavg"](knobs).local, clipped())
+fc.ALGORITHMS["clipped"] = lambda hyperparameters: fc.Algorithm(
+    "clipped", fc.ALGORITHMS["fedavg"](hyperparameters).local, clipped()
+)
 records = list(fc.rounds(dataset="synthetic-1-1", algorithm="clipped", rounds=5))

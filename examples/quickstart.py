@@ -4,7 +4,7 @@ from matplotlib.figure import Figure
 
 import fedcontext as fc
 
-data = fc.load("synthetic-1-1")
+data = fc.load_dataset("synthetic-1-1")
 figure = Figure(figsize=(7, 4), layout="constrained")
 axis = figure.subplots()
 

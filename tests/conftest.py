@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from fedcontext.datasets import FederatedData, federate, files, iid, load
+from fedcontext.datasets import FederatedData, federate, files, iid, load_dataset
 
 settings.register_profile("fedcontext", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fedcontext")
@@ -21,10 +21,10 @@ if find_spec("torch") and not import_module("torch").cuda.is_available():
 def pytest_configure(config: pytest.Config) -> None:
     """Compile before there are workers: those that compile side by side may differ in the last bit."""
     if not hasattr(config, "workerinput") and find_spec("numba"):
-        from fedcontext.engines.numba.engine import SoftmaxFast
+        from fedcontext.engines.numba.engine import SoftmaxNumba
 
         for dtype in (np.float32, np.float64):
-            SoftmaxFast(load("synthetic-iid"), dtype)
+            SoftmaxNumba(load_dataset("synthetic-iid"), dtype)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

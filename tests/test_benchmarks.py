@@ -30,7 +30,7 @@ def test_peers_step_through_the_plans_own_batches(tmp_path, monkeypatch):
     import rounds
 
     data = synthetic(1, 1, devices=12)
-    monkeypatch.setattr(rounds, "load", lambda name: data)
+    monkeypatch.setattr(rounds, "load_dataset", lambda name: data)
     rounds.write_work(tmp_path, rounds=3)
     work = harness.Work(tmp_path, "b", 3)
     for number in range(3):
@@ -124,7 +124,7 @@ def test_the_limit_counts_two_products_for_every_sample_stepped_through(tmp_path
     import rounds
 
     data = synthetic(1, 1, devices=12)
-    monkeypatch.setattr(rounds, "load", lambda name: data)
+    monkeypatch.setattr(rounds, "load_dataset", lambda name: data)
     rounds.write_work(tmp_path, rounds=3)
     for row in rounds.EPOCHS:
         work = harness.Work(tmp_path, row, 3)
@@ -154,7 +154,7 @@ def test_flower_gets_all_cores_and_is_warmed_up_over_all_rounds(tmp_path, monkey
     import flower_rounds
     import rounds
 
-    monkeypatch.setattr(rounds, "load", lambda name: synthetic(1, 1, devices=12))
+    monkeypatch.setattr(rounds, "load_dataset", lambda name: synthetic(1, 1, devices=12))
     rounds.write_work(tmp_path, rounds=3)
     played = []
 

@@ -113,7 +113,7 @@ EXPERIMENT = fc.Experiment(rounds=6, epochs=(1, 2), eval_every=2)
 
 
 def files(path: Path) -> tuple[list[fc.RoundRecord], bytes]:
-    return fc.read(path / f"{EXPERIMENT.name}.jsonl")[1], (path / f"{EXPERIMENT.name}.safetensors").read_bytes()
+    return fc.read_run(path / f"{EXPERIMENT.name}.jsonl")[1], (path / f"{EXPERIMENT.name}.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("stop", range(1, 6))
@@ -136,12 +136,12 @@ def test_an_interrupted_simulation_goes_on_to_the_same_bits(tmp_path: Path, stop
     assert records == files(tmp_path / "whole")[0]
 
 
-@pytest.mark.parametrize("settings", [{"engine": "reference"}, {"engine": "module", "model": "softmax"}])
+@pytest.mark.parametrize("settings", [{"engine": "reference"}, {"engine": "torch", "model": "softmax"}])
 def test_every_engine_goes_on_to_the_same_bits(tmp_path: Path, settings: dict) -> None:
     simulation = fc.prepare(fc.Experiment(rounds=3, epochs=(1, 1), **settings))
     states = [state for state, _ in simulation.play()]
     checkpoint.save(tmp_path / "run", states[0].params, states[0].rule, {})
-    found = checkpoint.load(tmp_path / "run", simulation.engine.start())
+    found = checkpoint.load(tmp_path / "run", simulation.engine.initial_params())
     again = [state for state, _ in simulation.play(fc.State(1, found.params, found.rule, states[0].loss))]
     assert [state.number for state in again] == [2, 3]
     for one, other in zip(leaves(again[-1].params).values(), leaves(states[-1].params).values(), strict=True):

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import fedcontext as fc
 from fedcontext.cli import main
 from fedcontext.cli.tables import spread
-from fedcontext.datasets import load
+from fedcontext.datasets import load_dataset
 
 PROGRAM = [sys.executable, "-c", "from fedcontext.cli import main; main()"]
 FEW = ("--rounds", "3", "--engine", "reference", "--quiet")
@@ -42,12 +42,12 @@ def test_run_prints_a_table_and_writes_records_and_the_toml_that_repeats_it(tmp_
     assert first.returncode == 0, first.stderr
     assert "folb" in first.stdout
     path = Path(first.stdout.split("records: ")[1].strip())
-    head, rounds = fc.read(tmp_path / path)
+    head, rounds = fc.read_run(tmp_path / path)
     assert head["settings"]["epochs"] == [1, 3]
     assert [record.number for record in rounds] == [1, 2, 3]
     again = call("run", path.with_suffix(".toml"), "--quiet", "--out", "again", "--json", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    assert fc.read(tmp_path / "again" / path.name)[1] == rounds
+    assert fc.read_run(tmp_path / "again" / path.name)[1] == rounds
     assert json.loads(again.stdout)["loss"] == rounds[-1].loss
 
 
@@ -76,7 +76,7 @@ def test_help_shows_defaults_without_marks_for_another_printer(command, told, mo
 def test_options_win_over_the_file(tmp_path):
     (tmp_path / "mine.toml").write_text('rounds = 2\nalgorithm = "fedavg"\nseed = 4\n')
     done = call("run", "mine.toml", *FEW, "--json", cwd=tmp_path)
-    head, rounds = fc.read(tmp_path / json.loads(done.stdout)["records"])
+    head, rounds = fc.read_run(tmp_path / json.loads(done.stdout)["records"])
     assert len(rounds) == 3
     assert (head["settings"]["algorithm"], head["settings"]["seed"]) == ("fedavg", 4)
 
@@ -91,7 +91,7 @@ def test_compare_runs_all_algorithms_and_seeds(tmp_path, jobs):
     for name, runs in result.items():
         assert [run["seed"] for run in runs] == [0, 7]
         for run in runs:
-            head, rounds = fc.read(tmp_path / run["records"])
+            head, rounds = fc.read_run(tmp_path / run["records"])
             assert (head["settings"]["algorithm"], head["settings"]["seed"]) == (name, run["seed"])
             assert run["loss"] == rounds[-1].loss
     assert len(list((tmp_path / "runs").glob("*.jsonl"))) == 4
@@ -196,7 +196,7 @@ def test_mistakes_are_named_in_a_line_or_two_and_leave_no_file(tmp_path, case, m
     monkeypatch.setenv("FEDCONTEXT_DATA", str(tmp_path / "none"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
     monkeypatch.setattr(sys, "argv", ["fedcontext", *arguments])
-    load.cache_clear()
+    load_dataset.cache_clear()
     with pytest.raises(SystemExit) as exit_:
         main()
     printed = capsys.readouterr()
@@ -223,7 +223,7 @@ sys.meta_path.insert(0, Interrupt())
 from fedcontext_program import main
 main()
 """
-    command = [sys.executable, "-c", script, "run", "--engine", "fast", "--quiet"]
+    command = [sys.executable, "-c", script, "run", "--engine", "numba", "--quiet"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
@@ -254,7 +254,7 @@ def interrupted(*arguments, cwd, runs):
 def test_an_interrupt_leaves_complete_records_behind(tmp_path):
     (path,) = interrupted("run", cwd=tmp_path, runs=1)
     assert path.read_text().endswith("}\n")
-    assert len(fc.read(path)[1]) >= 3
+    assert len(fc.read_run(path)[1]) >= 3
 
 
 def test_an_interrupt_ends_a_comparison_and_its_workers(tmp_path):

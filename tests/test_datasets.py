@@ -49,10 +49,10 @@ def test_synthetic_iid_devices_share_one_model_and_zero_means():
 
 
 def test_names_reach_the_generators():
-    assert datasets.load("synthetic-0.5-0.25").name == "synthetic-0.5-0.25"
+    assert datasets.load_dataset("synthetic-0.5-0.25").name == "synthetic-0.5-0.25"
     for name in ("synthetic--1-1", "synthetic-1", "mnists", ""):
         with pytest.raises(FedcontextError, match="dataset must be one of"):
-            datasets.load(name)
+            datasets.load_dataset(name)
 
 
 @given(st.integers(1, 600), st.integers(0, 5))
@@ -112,7 +112,7 @@ def test_the_fedprox_partition_gives_two_digits_and_a_power_law():
 
 @pytest.mark.data("mnist")
 def test_mnist_is_standardised_and_spread_over_a_thousand_devices():
-    data = datasets.load("mnist")
+    data = datasets.load_dataset("mnist")
     assert (data.population, data.dimension, data.classes) == (1000, 784, 10)
     pixels = np.vstack([data.train.features, data.test.features])
     assert abs(pixels.mean()) < 0.01
@@ -122,7 +122,7 @@ def test_mnist_is_standardised_and_spread_over_a_thousand_devices():
 
 @pytest.mark.data("femnist")
 def test_femnist_has_a_device_for_each_writer():
-    data = datasets.load("femnist")
+    data = datasets.load_dataset("femnist")
     assert (data.dimension, data.classes) == (784, 62)
     assert data.population == (328 if files.find("femnist").name == "femnist_leaf_writers.npz" else 3400)
     assert data.train.features.min() == 0
@@ -226,7 +226,7 @@ def test_leaf_folders_load(tmp_path):
         {"a": {"x": [[0, 1], [1, 0]], "y": [0, 1]}, "b": {"x": [[1, 1]], "y": [2]}, "c": {"x": [], "y": []}},
     )
     write_leaf(tmp_path, "test", {"a": {"x": [[1, 1]], "y": [2]}})
-    data = datasets.load(f"leaf:{tmp_path}")
+    data = datasets.load_dataset(f"leaf:{tmp_path}")
     assert (data.population, data.dimension, data.classes) == (2, 2, 3)
     assert data.train.sizes.tolist() == [2, 1]
     assert data.test.sizes.tolist() == [1, 0]
@@ -251,23 +251,23 @@ def test_broken_leaf_files_are_named(tmp_path, text, message):
         (tmp_path / split).mkdir()
         (tmp_path / split / "all.json").write_text(text)
     with pytest.raises(FedcontextError, match=message):
-        datasets.load(f"leaf:{tmp_path}")
+        datasets.load_dataset(f"leaf:{tmp_path}")
 
 
 def test_leaf_users_without_test_samples_and_other_widths(tmp_path):
     users = {"a": {"x": [[0, 1], [1, 0]], "y": [0, 1]}}
     write_leaf(tmp_path / "empty", "train", users)
     write_leaf(tmp_path / "empty", "test", {"a": {"x": [], "y": []}})
-    assert datasets.load(f"leaf:{tmp_path}/empty").test.sizes.tolist() == [0]
+    assert datasets.load_dataset(f"leaf:{tmp_path}/empty").test.sizes.tolist() == [0]
     write_leaf(tmp_path / "wide", "train", users)
     write_leaf(tmp_path / "wide", "test", {"a": {"x": [[0, 1, 2]], "y": [0]}})
     with pytest.raises(FedcontextError, match=r"different numbers of features: \[2, 3\]"):
-        datasets.load(f"leaf:{tmp_path}/wide")
+        datasets.load_dataset(f"leaf:{tmp_path}/wide")
 
 
 def test_a_missing_leaf_folder_is_named(tmp_path):
     with pytest.raises(FedcontextError, match=r"no LEAF \.json file found"):
-        datasets.load(f"leaf:{tmp_path}/nowhere")
+        datasets.load_dataset(f"leaf:{tmp_path}/nowhere")
 
 
 @pytest.fixture
@@ -354,9 +354,9 @@ def test_the_published_femnist_archive_is_unpacked_and_loads(publisher):
             tar.add(folder / f"fed_emnist_{split}.h5", arcname=f"fed_emnist_{split}.h5")
     publish("femnist", folder / "fed_emnist.tar.bz2")
     assert files.fetch("femnist").name == "femnist.npz"
-    datasets.load.cache_clear()
-    data = datasets.load("femnist")
-    datasets.load.cache_clear()
+    datasets.load_dataset.cache_clear()
+    data = datasets.load_dataset("femnist")
+    datasets.load_dataset.cache_clear()
     assert (data.population, data.train.sizes.tolist(), data.test.sizes.tolist()) == (2, [3, 3], [3, 3])
 
 

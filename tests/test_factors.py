@@ -12,10 +12,10 @@ from torch import nn
 from fedcontext.datasets.federated import FederatedData, Split
 from fedcontext.engines.base import Work
 from fedcontext.engines.torch import stage
-from fedcontext.engines.torch.engine import ModuleEngine
+from fedcontext.engines.torch.engine import TorchEngine
 from fedcontext.engines.torch.task import cross_entropy
 from fedcontext.errors import FedcontextError
-from fedcontext.local_sgd import Local
+from fedcontext.local_sgd import LocalSGD
 from test_module import CPU, LOCALS, distance, some_data, two_ways, warmed_up
 
 SIDE, OUT = 120, 100  # factors are smaller up to 54 rows
@@ -35,7 +35,7 @@ def work(local=LOCALS["sgd"], epochs=(1, 2, 1, 2), number=2):
 
 def apart(at_once, one_by_one, work):
     """Return how far the two ways are from each other, and the layers that kept factors."""
-    params = at_once.start()
+    params = at_once.initial_params()
     return distance(at_once.train(params, work), one_by_one.train(params, work)), at_once.stacked.stage.factors.layers
 
 
@@ -53,7 +53,7 @@ def test_factors_can_be_recorded_and_compiled(speed, monkeypatch):
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda step, dynamic, options: compile(step, backend="aot_eager"))
     monkeypatch.setattr(stage, "_graph", warmed_up)
-    recorded, one_by_one = ModuleEngine(data(), wide, at_once=True, speed=speed, **CPU), two_ways(data(), wide)[1]
+    recorded, one_by_one = TorchEngine(data(), wide, at_once=True, speed=speed, **CPU), two_ways(data(), wide)[1]
     for number in (1, 2):
         far, layers = apart(recorded, one_by_one, work(LOCALS["all"], number=number))
         assert far < 1e-12
@@ -73,11 +73,11 @@ def test_a_round_that_ran_away_leaves_no_trace():
     def deep():
         return nn.Sequential(nn.Linear(SIDE, OUT), nn.Linear(OUT, 90), nn.Linear(90, 3)).double()
 
-    used, fresh = (ModuleEngine(data(), deep, at_once=True, **CPU) for _ in range(2))
+    used, fresh = (TorchEngine(data(), deep, at_once=True, **CPU) for _ in range(2))
     with pytest.raises(FedcontextError, match="the loss turned NaN or infinite"):
-        used.train({**used.start(), "0.bias": torch.full((OUT,), torch.nan, dtype=torch.float64)}, work())
+        used.train({**used.initial_params(), "0.bias": torch.full((OUT,), torch.nan, dtype=torch.float64)}, work())
     assert used.stacked.stage.factors.layers == ["0", "1"]  # the second was given NaN for inputs
-    assert distance(used.train(used.start(), work()), fresh.train(fresh.start(), work())) < 1e-12
+    assert distance(used.train(used.initial_params(), work()), fresh.train(fresh.initial_params(), work())) < 1e-12
 
 
 class Otherwise(nn.Module):
@@ -136,7 +136,7 @@ def test_a_layer_whose_weights_are_used_otherwise_keeps_them(way, silent):
         return cross_entropy(outputs, labels) * (labels != ignored)
 
     options = {"loss": loss} if silent == "some ignored" else {}
-    for local in (LOCALS["all"], Local(0.05, 1, mu=0.1), Local(0.05, 2)):
+    for local in (LOCALS["all"], LocalSGD(0.05, 1, mu=0.1), LocalSGD(0.05, 2)):
         far, layers = apart(*two_ways(given, make, **options), work(local, epochs=(1, 1, 1, 1)))
         assert far < 1e-12
         rows = {"in pieces": (1, 2), "of prototypes": (2,)}.get(way, ())  # then it is a row for each sample
@@ -150,9 +150,9 @@ def test_a_layer_that_keeps_factors_is_still_what_it_was():
 
 
 def test_what_is_refused_is_left_as_it_was():
-    engine = ModuleEngine(data(), lambda: Otherwise("twice").double(), at_once=True, **CPU)
-    engine.train(engine.start(), work())
-    layer = engine.learner.module.first
+    engine = TorchEngine(data(), lambda: Otherwise("twice").double(), at_once=True, **CPU)
+    engine.train(engine.initial_params(), work())
+    layer = engine.task.module.first
     assert not list(layer.named_buffers())
     assert "forward" not in vars(layer)
 
@@ -170,8 +170,8 @@ def test_the_modules_own_words_stay_free():
 
 def test_a_function_that_hands_out_its_own_module_finds_it_unchanged():
     module = wide()
-    engine = ModuleEngine(data(), lambda: module, at_once=True, **CPU)
-    engine.train(engine.start(), work())
+    engine = TorchEngine(data(), lambda: module, at_once=True, **CPU)
+    engine.train(engine.initial_params(), work())
     assert engine.stacked.stage.factors.layers == ["0"]
     assert not list(module.buffers())
 
@@ -195,7 +195,7 @@ def test_a_gradient_that_cancels_can_be_clipped():
     for seed in range(10):
         x = np.random.default_rng(seed).standard_normal((4, SIDE)).astype(np.float32)[[0, 1, 2, 3, 3, 3]]
         split = Split(x, np.arange(6) % 3, np.array([0, 3, 6]))
-        engine = ModuleEngine(
+        engine = TorchEngine(
             FederatedData("cancels", split, split, 3),
             lambda: nn.Sequential(nn.Linear(SIDE, OUT, bias=False), nn.Linear(OUT, 3, bias=False)),
             loss=lambda outputs, labels: weights[labels] * outputs.sum(dim=1) * 1000,
@@ -203,7 +203,7 @@ def test_a_gradient_that_cancels_can_be_clipped():
             seed=seed,
             **CPU,
         )
-        engine.train(engine.start(), Work(3, 1, np.ones(1, int), np.ones(1, int), Local(0.05, 3, clip=1.0)))
+        engine.train(engine.initial_params(), Work(3, 1, np.ones(1, int), np.ones(1, int), LocalSGD(0.05, 3, clip=1.0)))
         assert engine.stacked.stage.factors.layers == ["0"]
 
 
@@ -214,18 +214,18 @@ def test_dropout_and_frozen_weights_are_as_without_factors(monkeypatch):
         module[0].requires_grad_(False)
         return module
 
-    factored = ModuleEngine(data(), frozen, at_once=True, **CPU)
-    found = factored.train(factored.start(), work())
+    factored = TorchEngine(data(), frozen, at_once=True, **CPU)
+    found = factored.train(factored.initial_params(), work())
     monkeypatch.setattr(stage, "layers_to_factor", lambda *_: [])
-    written = ModuleEngine(data(), frozen, at_once=True, **CPU)
-    assert distance(found, written.train(written.start(), work())) < 1e-12
+    written = TorchEngine(data(), frozen, at_once=True, **CPU)
+    assert distance(found, written.train(written.initial_params(), work())) < 1e-12
     assert factored.stacked.stage.factors.layers == ["2"]
     assert written.stacked.stage.factors.layers == []
 
 
 def test_a_copy_of_an_engine_trains_like_it():
-    engine = ModuleEngine(data(), wide, at_once=True, **CPU)
-    params, moves = engine.start(), None
+    engine = TorchEngine(data(), wide, at_once=True, **CPU)
+    params, moves = engine.initial_params(), None
     moves = engine.train(params, work())
     copied = copy.deepcopy(engine)
     assert distance(copied.train(params, work()), moves) == 0
@@ -233,6 +233,6 @@ def test_a_copy_of_an_engine_trains_like_it():
 
 
 def test_bfloat16_keeps_no_factors():
-    engine = ModuleEngine(data(), lambda: wide(torch.float32), at_once=True, precision="bfloat16", **CPU)
-    engine.train(engine.start(), work())
+    engine = TorchEngine(data(), lambda: wide(torch.float32), at_once=True, precision="bfloat16", **CPU)
+    engine.train(engine.initial_params(), work())
     assert engine.stacked.stage.factors.layers == []

@@ -17,9 +17,9 @@ from fedcontext.engines.base import Work, engine_named
 from fedcontext.engines.numba import engine as fast
 from fedcontext.engines.numba import sparse
 from fedcontext.engines.numba.draws import compiled_orders
-from fedcontext.engines.numba.engine import SoftmaxFast
+from fedcontext.engines.numba.engine import SoftmaxNumba
 from fedcontext.engines.softmax import SoftmaxReference
-from fedcontext.local_sgd import Local
+from fedcontext.local_sgd import LocalSGD
 
 TOLERANCE = {np.float32: 2e-4, np.float64: 1e-10}
 
@@ -52,7 +52,7 @@ def work_of(devices, epochs, local, seed=0, number=1):
 
 
 def somewhere(engine, seed=0, scale=0.1):
-    start = engine.start()
+    start = engine.initial_params()
     return (scale * np.random.default_rng(seed).standard_normal(start.shape)).astype(start.dtype)
 
 
@@ -89,9 +89,9 @@ def test_compiled_draws_are_the_plans_own(seed, number, device, samples, epochs)
 )
 def test_every_update_and_gradient_is_the_references(make, dtype, classes, dimension, batch, epochs, mu, seed):
     data = make(dimension=dimension, classes=classes, seed=seed)
-    ours, theirs = SoftmaxFast(data, dtype), SoftmaxReference(data, dtype)
+    ours, theirs = SoftmaxNumba(data, dtype), SoftmaxReference(data, dtype)
     assert make is data_of or dimension < 10 or ours.train_side.found.leans.size
-    params, work = somewhere(ours, seed), work_of([2, 0, 3, 1], epochs, Local(0.1, batch, mu), seed)
+    params, work = somewhere(ours, seed), work_of([2, 0, 3, 1], epochs, LocalSGD(0.1, batch, mu), seed)
     agree(ours.train(params, work), theirs.train(params, work), TOLERANCE[dtype])
     agree(ours.gradients(params, np.arange(4)), theirs.gradients(params, np.arange(4)), TOLERANCE[dtype])
 
@@ -100,9 +100,9 @@ def test_every_update_and_gradient_is_the_references(make, dtype, classes, dimen
 @pytest.mark.parametrize("mu", [0.0, 0.5])
 def test_the_span_of_the_samples_and_the_features_give_the_same_steps(spans, mu, monkeypatch):
     data = data_of()
-    ours, theirs = SoftmaxFast(data, np.float64), SoftmaxReference(data, np.float64)
+    ours, theirs = SoftmaxNumba(data, np.float64), SoftmaxReference(data, np.float64)
     monkeypatch.setattr(ours, "_spans", lambda found, counts, epochs: np.full(len(counts), spans))
-    params, work = somewhere(ours), work_of([0, 1, 2, 3], [5, 5, 5, 5], Local(0.2, 4, mu))
+    params, work = somewhere(ours), work_of([0, 1, 2, 3], [5, 5, 5, 5], LocalSGD(0.2, 4, mu))
     for _ in range(2):  # the second time with the inner products kept
         agree(ours.train(params, work), theirs.train(params, work), 1e-10)
     assert bool(ours._known) == spans
@@ -126,15 +126,15 @@ def test_code_that_cannot_be_kept_is_compiled_all_the_same(monkeypatch):
 
 
 def test_both_ways_are_taken_where_they_pay():
-    engine, counts, epochs = SoftmaxFast(data_of(dimension=200)), np.array([30, 30, 10_000]), np.array([20, 1, 20])
+    engine, counts, epochs = SoftmaxNumba(data_of(dimension=200)), np.array([30, 30, 10_000]), np.array([20, 1, 20])
     assert engine._spans(engine._nothing, counts, epochs).tolist() == [True, False, False]
 
 
 def test_inner_products_are_kept_within_their_bound(monkeypatch):
     monkeypatch.setattr(fast, "GRAM_BYTES", 30 * 30 * 8)
-    engine = SoftmaxFast(data_of(), np.float64)
+    engine = SoftmaxNumba(data_of(), np.float64)
     monkeypatch.setattr(engine, "_spans", lambda found, counts, epochs: counts > 0)
-    engine.train(engine.start(), work_of([2, 1, 3, 0], [2, 2, 2, 2], Local(0.1, 5)))
+    engine.train(engine.initial_params(), work_of([2, 1, 3, 0], [2, 2, 2, 2], LocalSGD(0.1, 5)))
     assert engine._known == {2}
     assert engine._inner.nbytes == 30 * 30 * 8
 
@@ -161,7 +161,7 @@ def test_samples_are_their_background_and_what_differs_from_it(share, seed):
 def test_gradients_losses_and_accuracy_are_the_references(dtype, make, monkeypatch):
     monkeypatch.setattr(fast, "ROWS", 16)
     data, devices, everyone = make(classes=5), np.array([3, 0]), np.arange(4)
-    ours, theirs = SoftmaxFast(data, dtype), SoftmaxReference(data, dtype)
+    ours, theirs = SoftmaxNumba(data, dtype), SoftmaxReference(data, dtype)
     params, tolerance = somewhere(ours, scale=1.0), TOLERANCE[dtype]
     agree(ours.gradients(params, devices), theirs.gradients(params, devices), tolerance)
     for chosen, weights in ((devices, [0.3, 0.7]), (everyone, [0.1, 0.2, 0.3, 0.4]), (everyone, [0.25] * 4)):
@@ -173,7 +173,7 @@ def test_gradients_losses_and_accuracy_are_the_references(dtype, make, monkeypat
 
 def test_a_gradient_taken_along_by_evaluation_is_the_one_asked_for(monkeypatch):
     data, everyone, even = data_of(), np.arange(4), np.full(4, 0.25)
-    ours, theirs = SoftmaxFast(data, np.float64), SoftmaxReference(data, np.float64)
+    ours, theirs = SoftmaxNumba(data, np.float64), SoftmaxReference(data, np.float64)
     passes, sweep = [], fast._sweep
     monkeypatch.setattr(fast, "_sweep", lambda side, *rest: passes.append(side) or sweep(side, *rest))
     for seed in range(3):
@@ -188,11 +188,11 @@ def test_a_gradient_taken_along_by_evaluation_is_the_one_asked_for(monkeypatch):
 
 
 def test_a_gradient_nobody_asks_for_is_no_longer_taken_along():
-    engine = SoftmaxFast(data_of())
-    engine.gradient(engine.start(), np.arange(4), np.full(4, 0.25))
-    engine.evaluate(engine.start())
+    engine = SoftmaxNumba(data_of())
+    engine.gradient(engine.initial_params(), np.arange(4), np.full(4, 0.25))
+    engine.evaluate(engine.initial_params())
     assert engine._factors is not None
-    engine.evaluate(engine.start())
+    engine.evaluate(engine.initial_params())
     assert engine._factors is None
 
 
@@ -200,7 +200,7 @@ def test_a_gradient_nobody_asks_for_is_no_longer_taken_along():
 @pytest.mark.parametrize("k2", [0, 7, "N"])
 def test_every_algorithm_has_the_references_records(algorithm, k2):
     made = fc.prepare(fc.Experiment(algorithm=algorithm, rounds=4, k2=k2, pool=5))
-    engines = [kind(made.data, np.float64) for kind in (SoftmaxReference, SoftmaxFast)]
+    engines = [kind(made.data, np.float64) for kind in (SoftmaxReference, SoftmaxNumba)]
     theirs, ours = (list(dataclasses.replace(made, engine=engine).play()) for engine in engines)
     for (_, expected), (_, record) in zip(theirs, ours, strict=True):
         for name, value in dataclasses.asdict(expected).items():
@@ -208,7 +208,7 @@ def test_every_algorithm_has_the_references_records(algorithm, k2):
             assert getattr(record, name) == same, name
 
 
-@pytest.mark.parametrize("engine", ["reference", "fast"])
+@pytest.mark.parametrize("engine", ["reference", "numba"])
 def test_the_engine_is_one_word(engine):
     records = list(fc.rounds(dataset="synthetic-iid", algorithm="fedavg-contextual", rounds=3, engine=engine))
     assert records[-1].loss == pytest.approx(list(fc.rounds(dataset="synthetic-iid", rounds=3))[-1].loss, rel=1e-4)
@@ -220,12 +220,12 @@ def _numeric(value):
 
 @pytest.mark.parametrize("make", [data_of, speckled])
 def test_results_do_not_depend_on_the_number_of_threads(make, monkeypatch):
-    data, local = make(sizes=(40, 3, 9, 25, 60, 1)), Local(0.1, 4, 0.1)
-    engine = SoftmaxFast(data)
+    data, local = make(sizes=(40, 3, 9, 25, 60, 1)), LocalSGD(0.1, 4, 0.1)
+    engine = SoftmaxNumba(data)
     params, work = somewhere(engine), work_of(range(6), [3, 1, 9, 2, 4, 5], local)
     many = engine.train(params, work), engine.evaluate(params)
     monkeypatch.setattr(threads, "workers", lambda: 1)
-    alone = SoftmaxFast(data)
+    alone = SoftmaxNumba(data)
     assert all(np.array_equal(a, b) for a, b in zip(many[0], alone.train(params, work), strict=True))
     assert many[1] == alone.evaluate(params)
 
@@ -268,20 +268,20 @@ def test_nobody_is_at_work_any_more_when_the_callers_error_is_raised(monkeypatch
 @pytest.mark.parametrize("make", [data_of, speckled])
 def test_an_update_does_not_depend_on_who_else_trains(make):
     data = make(dimension=60, classes=2)
-    engine = SoftmaxFast(data)
+    engine = SoftmaxNumba(data)
     params = somewhere(engine)
-    alone = [engine.train(params, work_of([k], [e], Local(0.1, 5)))[0] for k, e in ((0, 1), (1, 1), (2, 1), (3, 9))]
-    company = engine.train(params, work_of([0, 1, 2, 3], [1, 1, 1, 9], Local(0.1, 5)))
+    alone = [engine.train(params, work_of([k], [e], LocalSGD(0.1, 5)))[0] for k, e in ((0, 1), (1, 1), (2, 1), (3, 9))]
+    company = engine.train(params, work_of([0, 1, 2, 3], [1, 1, 1, 9], LocalSGD(0.1, 5)))
     assert all(map(np.array_equal, alone, company))
 
 
 def test_a_device_that_trains_twice_in_a_round_gets_the_same_update_twice(monkeypatch):
     data = data_of(sizes=(60, 3), dimension=200)
-    monkeypatch.setattr(SoftmaxFast, "_spans", lambda self, found, counts, epochs: counts > 0)
-    params, work = somewhere(SoftmaxFast(data, np.float64)), work_of([0, 0, 0], [9, 9, 9], Local(0.1, 5))
+    monkeypatch.setattr(SoftmaxNumba, "_spans", lambda self, found, counts, epochs: counts > 0)
+    params, work = somewhere(SoftmaxNumba(data, np.float64)), work_of([0, 0, 0], [9, 9, 9], LocalSGD(0.1, 5))
     theirs = SoftmaxReference(data, np.float64).train(params, work)
     for _ in range(5):
-        engine = SoftmaxFast(data, np.float64)
+        engine = SoftmaxNumba(data, np.float64)
         agree(engine.train(params, work), theirs, 1e-10)
         agree(engine.train(params, work), theirs, 1e-10)
         assert engine._known == {0}
@@ -289,7 +289,7 @@ def test_a_device_that_trains_twice_in_a_round_gets_the_same_update_twice(monkey
 
 def test_inner_products_are_known_only_once_they_were_computed(monkeypatch):
     data = data_of(dimension=200)
-    engine, local = SoftmaxFast(data, np.float64), Local(0.1, 5)
+    engine, local = SoftmaxNumba(data, np.float64), LocalSGD(0.1, 5)
     monkeypatch.setattr(engine, "_spans", lambda found, counts, epochs: epochs > 1)
     params, spanning = somewhere(engine), work_of([2], [9], local)
     with pytest.raises(fc.FedcontextError, match="must be 0 or more"):
@@ -303,10 +303,10 @@ def test_a_large_background_costs_no_accuracy(height):
     data = speckled(classes=5, share=0.1)
     for side in (data.train, data.test):
         side.features[:] += height
-    engines = [SoftmaxReference(data, np.float64), SoftmaxReference(data, np.float32), SoftmaxFast(data)]
+    engines = [SoftmaxReference(data, np.float64), SoftmaxReference(data, np.float32), SoftmaxNumba(data)]
     assert engines[2].train_side.stored
-    params, work = somewhere(engines[2]), work_of([2, 3], [1, 1], Local(0.01 / height, 5))
-    moves = [engine.train(params.astype(engine.start().dtype), work) for engine in engines]
+    params, work = somewhere(engines[2]), work_of([2, 3], [1, 1], LocalSGD(0.01 / height, 5))
+    moves = [engine.train(params.astype(engine.initial_params().dtype), work) for engine in engines]
     for exact, theirs, ours in zip(*moves, strict=True):
         assert np.linalg.norm(ours - exact) < 5 * np.linalg.norm(theirs - exact) + 1e-5 * np.linalg.norm(exact)
 
@@ -314,9 +314,9 @@ def test_a_large_background_costs_no_accuracy(height):
 def test_what_is_infinite_on_one_device_stays_there():
     data = speckled(share=0.1)
     data.train.features[data.train.rows(2), 4] = np.inf
-    engine = SoftmaxFast(data)
+    engine = SoftmaxNumba(data)
     with np.errstate(all="ignore"):
-        moves = engine.train(engine.start(), work_of(range(4), [1] * 4, Local(0.1, 5)))
+        moves = engine.train(engine.initial_params(), work_of(range(4), [1] * 4, LocalSGD(0.1, 5)))
     assert [bool(np.isfinite(move).all()) for move in moves] == [True, True, False, True]
 
 
@@ -331,15 +331,15 @@ def test_only_columns_that_have_a_number_are_stored(dimension, stored):
 
 def test_without_compiled_draws_the_plans_own_are_taken():
     data = data_of()
-    usual, other = SoftmaxFast(data, np.float64), SoftmaxFast(data, np.float64)
+    usual, other = SoftmaxNumba(data, np.float64), SoftmaxNumba(data, np.float64)
     other._drawn = False
-    params, work = somewhere(usual), work_of([2, 0, 3, 1], [2, 1, 3, 2], Local(0.1, 5))
+    params, work = somewhere(usual), work_of([2, 0, 3, 1], [2, 1, 3, 2], LocalSGD(0.1, 5))
     assert all(map(np.array_equal, usual.train(params, work), other.train(params, work)))
 
 
 def test_nothing_is_compiled_for_arrays_of_another_kind():
-    engine = SoftmaxFast(data_of())
-    params, work = somewhere(engine), work_of([2, 0], [2, 1], Local(0.1, 5))
+    engine = SoftmaxNumba(data_of())
+    params, work = somewhere(engine), work_of([2, 0], [2, 1], LocalSGD(0.1, 5))
     usual, known = engine.train(params, work), [len(f.signatures) for f in (fast.descend_all, fast.sweep)]
     params.flags.writeable = work.devices.flags.writeable = work.epochs.flags.writeable = False
     strided = dataclasses.replace(work, devices=np.array([[2, 9], [0, 9]])[:, 0], epochs=np.array([2, 1], np.int32))
@@ -351,8 +351,8 @@ def test_nothing_is_compiled_for_arrays_of_another_kind():
 
 
 def test_nobody_trains_in_an_empty_cohort():
-    engine = SoftmaxFast(data_of())
-    assert engine.train(engine.start(), work_of(np.zeros(0, int), np.zeros(0, int), Local(0.1, 5))) == []
+    engine = SoftmaxNumba(data_of())
+    assert engine.train(engine.initial_params(), work_of(np.zeros(0, int), np.zeros(0, int), LocalSGD(0.1, 5))) == []
 
 
 def test_an_error_in_a_task_reaches_the_caller():
@@ -377,7 +377,7 @@ def test_when_an_error_reaches_the_caller_nobody_is_at_work_any_more(monkeypatch
     assert (len(begun), len(ended)) == (2, 1)
 
 
-@pytest.mark.parametrize("engine", ["reference", "fast"])
+@pytest.mark.parametrize("engine", ["reference", "numba"])
 def test_a_device_whose_loss_turns_nan_is_named_and_nothing_is_aggregated(engine):
     data = data_of(sizes=(20, 20, 20), dtype=np.float32)
     data.train.features[data.train.rows(1)] *= np.float32(1e30)
@@ -386,7 +386,7 @@ def test_a_device_whose_loss_turns_nan_is_named_and_nothing_is_aggregated(engine
         list(rounds)
 
 
-@pytest.mark.parametrize("engine", ["reference", "fast"])
+@pytest.mark.parametrize("engine", ["reference", "numba"])
 def test_data_that_cannot_be_trained_on_is_refused_at_the_door(engine):
     whole = data_of()
     holed = dataclasses.replace(whole, train=dataclasses.replace(whole.train, offsets=np.array([0, 1, 1, 38, 50])))
@@ -400,19 +400,19 @@ def test_data_that_cannot_be_trained_on_is_refused_at_the_door(engine):
 
 
 def test_params_of_another_shape_are_refused():
-    engine = SoftmaxFast(data_of())
+    engine = SoftmaxNumba(data_of())
     with pytest.raises(fc.FedcontextError, match=r"params must be float32 \(7, 3\), got float64 \(2,\)"):
         engine.evaluate(np.zeros(2))
 
 
 def test_a_missing_numba_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "numba", None)
-    with pytest.raises(fc.MissingExtra, match=r"fedcontext\[fast\]"):
-        engine_named("fast", data_of())
+    with pytest.raises(fc.MissingExtra, match=r"fedcontext\[numba\]"):
+        engine_named("numba", data_of())
 
 
 def test_a_device_with_an_empty_test_side_counts_for_nothing():
     data = data_of()
     bare = dataclasses.replace(data, test=join([(np.zeros((0, 6)), np.zeros(0, int))] * 4))
-    loss, accuracy = engine_named("fast", bare).evaluate(np.zeros((7, 3), np.float32))
+    loss, accuracy = engine_named("numba", bare).evaluate(np.zeros((7, 3), np.float32))
     assert (loss, accuracy) == (pytest.approx(math.log(3)), 0)

@@ -11,7 +11,7 @@ from torch import nn
 
 from fedcontext.engines.base import Work
 from fedcontext.engines.torch.convolutions import converted, hindrance_to_fused
-from fedcontext.engines.torch.engine import ModuleEngine
+from fedcontext.engines.torch.engine import TorchEngine
 from test_module import CPU, LOCALS, distance, some_data
 
 pytest.importorskip("triton")
@@ -106,13 +106,13 @@ def test_a_gpu_trains_fused_convolutions_as_a_cpu_its_own(speed):
         return nn.Sequential(*layers, nn.Flatten(), nn.Linear(144, 64), nn.ReLU(), nn.Linear(64, 3))
 
     data, shape = some_data(dimension=64), {"input_shape": (1, 8, 8)}
-    fast = ModuleEngine(data, make, device="cuda", speed=speed, **shape)
-    slow = ModuleEngine(data, make, **shape, **CPU)
+    fast = TorchEngine(data, make, device="cuda", speed=speed, **shape)
+    slow = TorchEngine(data, make, **shape, **CPU)
     for number in (1, 2):
         work = Work(3, number, np.arange(5), np.ones(5, int), LOCALS["all"])
-        moves = fast.train({name: leaf.cuda() for name, leaf in slow.start().items()}, work)
+        moves = fast.train({name: leaf.cuda() for name, leaf in slow.initial_params().items()}, work)
         moves = [{name: leaf.cpu() for name, leaf in each.items()} for each in moves]
-        assert distance(moves, slow.train(slow.start(), work)) < 1e-4
+        assert distance(moves, slow.train(slow.initial_params(), work)) < 1e-4
     assert fast.stacked.speed == speed
-    assert {type(layer).__name__ for layer in fast.learner.module[:5:2]} == {"_Fused"}
+    assert {type(layer).__name__ for layer in fast.task.module[:5:2]} == {"_Fused"}
     assert fast.stacked.stage.factors.layers == ["6"]

@@ -18,18 +18,18 @@ from fedcontext.engines.base import Work
 from fedcontext.engines.softmax import SoftmaxReference
 from fedcontext.engines.torch import stage
 from fedcontext.engines.torch.convolutions import converted
-from fedcontext.engines.torch.engine import ModuleEngine
+from fedcontext.engines.torch.engine import TorchEngine
 from fedcontext.engines.torch.models import cnn, logistic, resnet18
-from fedcontext.local_sgd import Local
+from fedcontext.local_sgd import LocalSGD
 
 LOCALS = {
-    "sgd": Local(0.05, 4),
-    "proximal": Local(0.05, 4, mu=0.5),
-    "momentum": Local(0.05, 4, momentum=0.9),
-    "decay": Local(0.05, 4, weight_decay=0.1),
-    "clip": Local(0.05, 4, clip=0.1),
-    "all": Local(0.05, 4, mu=0.3, momentum=0.8, weight_decay=0.05, clip=0.5),
-    "batch above the data": Local(0.05, 1000),
+    "sgd": LocalSGD(0.05, 4),
+    "proximal": LocalSGD(0.05, 4, mu=0.5),
+    "momentum": LocalSGD(0.05, 4, momentum=0.9),
+    "decay": LocalSGD(0.05, 4, weight_decay=0.1),
+    "clip": LocalSGD(0.05, 4, clip=0.1),
+    "all": LocalSGD(0.05, 4, mu=0.3, momentum=0.8, weight_decay=0.05, clip=0.5),
+    "batch above the data": LocalSGD(0.05, 1000),
 }
 CPU = {"device": "cpu"}
 torch.set_num_threads(1)  # more would fight over small products
@@ -60,23 +60,23 @@ def distance(ours, theirs):
 
 
 def two_ways(data, module, **options):
-    return [ModuleEngine(data, module, at_once=at_once, **CPU, **options) for at_once in (True, False)]
+    return [TorchEngine(data, module, at_once=at_once, **CPU, **options) for at_once in (True, False)]
 
 
 @pytest.mark.parametrize("name", LOCALS)
 def test_both_ways_give_the_same_updates(name):
     at_once, one_by_one = two_ways(some_data(), perceptron)
-    params, work = at_once.start(), some_work(LOCALS[name])
+    params, work = at_once.initial_params(), some_work(LOCALS[name])
     assert distance(at_once.train(params, work), one_by_one.train(params, work)) < 1e-5
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3])
 def test_chunks_change_nothing(chunk):
-    whole, cut = ModuleEngine(some_data(), perceptron, at_once=True, **CPU), None
-    cut = ModuleEngine(some_data(), perceptron, at_once=True, chunk=chunk, **CPU)
+    whole, cut = TorchEngine(some_data(), perceptron, at_once=True, **CPU), None
+    cut = TorchEngine(some_data(), perceptron, at_once=True, chunk=chunk, **CPU)
     for number in (1, 2):  # the second round reuses the places of the first
         work = Work(3, number, np.arange(5), np.array([1, 4, 2, 1, 3]), LOCALS["all"])
-        assert distance(cut.train(whole.start(), work), whole.train(whole.start(), work)) < 1e-6
+        assert distance(cut.train(whole.initial_params(), work), whole.train(whole.initial_params(), work)) < 1e-6
 
 
 def warmed_up(step, others):
@@ -88,10 +88,10 @@ def warmed_up(step, others):
 
 def test_warming_up_a_recorded_step_leaves_no_trace(monkeypatch):
     monkeypatch.setattr(stage, "_graph", warmed_up)
-    plain, recorded = (ModuleEngine(some_data(), perceptron, at_once=True, speed=s, **CPU) for s in ("plain", "graph"))
+    plain, recorded = (TorchEngine(some_data(), perceptron, at_once=True, speed=s, **CPU) for s in ("plain", "graph"))
     for number in (1, 2):
         work = Work(3, number, np.arange(5), np.array([1, 4, 2, 1, 3]), LOCALS["all"])
-        assert distance(recorded.train(plain.start(), work), plain.train(plain.start(), work)) < 1e-6
+        assert distance(recorded.train(plain.initial_params(), work), plain.train(plain.initial_params(), work)) < 1e-6
     assert recorded.stacked.speed == "graph"
 
 
@@ -104,8 +104,8 @@ def test_a_step_can_be_compiled(speed, monkeypatch):
     compile = torch.compile
     monkeypatch.setattr(stage, "_graph", warmed_up)
     monkeypatch.setattr(torch, "compile", traced)
-    plain, compiled = (ModuleEngine(some_data(), perceptron, at_once=True, speed=s, **CPU) for s in ("plain", speed))
-    params = plain.start()
+    plain, compiled = (TorchEngine(some_data(), perceptron, at_once=True, speed=s, **CPU) for s in ("plain", speed))
+    params = plain.initial_params()
     assert (
         distance(compiled.train(params, some_work(LOCALS["all"])), plain.train(params, some_work(LOCALS["all"]))) < 1e-6
     )
@@ -117,20 +117,20 @@ def test_a_step_can_be_compiled(speed, monkeypatch):
 @pytest.mark.parametrize("name", ["sgd", "all"])
 def test_a_gpu_trains_as_one_by_one_on_a_cpu(speed, name):
     make, data = partial(cnn, (1, 8, 8), 3), some_data(dimension=64)
-    fast = ModuleEngine(data, make, input_shape=(1, 8, 8), device="cuda", speed=speed)
-    slow = ModuleEngine(data, make, input_shape=(1, 8, 8), **CPU)
+    fast = TorchEngine(data, make, input_shape=(1, 8, 8), device="cuda", speed=speed)
+    slow = TorchEngine(data, make, input_shape=(1, 8, 8), **CPU)
     for number in (1, 2):
         work = Work(3, number, np.arange(5), np.array([1, 4, 2, 1, 3]), LOCALS[name])
-        moves = fast.train({name: leaf.cuda() for name, leaf in slow.start().items()}, work)
+        moves = fast.train({name: leaf.cuda() for name, leaf in slow.initial_params().items()}, work)
         moves = [{name: leaf.cpu() for name, leaf in each.items()} for each in moves]
-        assert distance(moves, slow.train(slow.start(), work)) < 1e-4
+        assert distance(moves, slow.train(slow.initial_params(), work)) < 1e-4
     assert fast.at_once
     assert fast.stacked.speed == speed
 
 
 def test_another_cohort_and_learning_rate_reuse_places_without_traces():
-    used, fresh = (ModuleEngine(some_data(), perceptron, at_once=True, **CPU) for _ in range(2))
-    params = used.start()
+    used, fresh = (TorchEngine(some_data(), perceptron, at_once=True, **CPU) for _ in range(2))
+    params = used.initial_params()
     used.train(params, some_work(LOCALS["all"]))
     places = used.stacked.stage
     later = some_work(replace(LOCALS["all"], learning_rate=0.01), devices=(2, 3), epochs=(1, 2))
@@ -139,11 +139,11 @@ def test_another_cohort_and_learning_rate_reuse_places_without_traces():
 
 
 def test_local_training_is_what_torch_optim_does():
-    data, local = some_data(sizes=(5,)), Local(0.1, 5, momentum=0.9, weight_decay=0.01)
+    data, local = some_data(sizes=(5,)), LocalSGD(0.1, 5, momentum=0.9, weight_decay=0.01)
     module = perceptron()
-    engine = ModuleEngine(data, module, at_once=True, **CPU)
+    engine = TorchEngine(data, module, at_once=True, **CPU)
     optimiser = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    params = engine.start()
+    params = engine.initial_params()
     (moves,) = engine.train(params, some_work(local, devices=(0,), epochs=(3,)))
     for _ in range(3):  # a full batch: its order does not matter
         optimiser.zero_grad()
@@ -164,11 +164,13 @@ def as_matrix(leaves):
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("mu", [0.0, 0.7])
 def test_logistic_regression_matches_the_reference_engine_to_rounding(at_once, mu):
-    data, local = some_data(), Local(0.1, 4, mu=mu)
+    data, local = some_data(), LocalSGD(0.1, 4, mu=mu)
     reference = SoftmaxReference(data, np.float64)
-    engine = ModuleEngine(data, logistic((6,), 3).double(), at_once=at_once, **CPU)
+    engine = TorchEngine(data, logistic((6,), 3).double(), at_once=at_once, **CPU)
     random = np.random.default_rng(1)
-    params = {name: torch.from_numpy(random.standard_normal(leaf.shape)) for name, leaf in engine.start().items()}
+    params = {
+        name: torch.from_numpy(random.standard_normal(leaf.shape)) for name, leaf in engine.initial_params().items()
+    }
     base, devices, weights = as_matrix(params), np.array([5, 1, 2]), np.array([0.5, 0.2, 0.3])
     for ours, theirs in zip(
         engine.train(params, some_work(local)), reference.train(base, some_work(local)), strict=True
@@ -188,7 +190,7 @@ def test_whole_runs_match_the_reference_engine(algorithm, k2):
     settings = {"algorithm": algorithm, "rounds": 3, "devices_per_round": 5, "epochs": (1, 3), "k2": k2, "pool": 4}
     settings |= {"learning_rate": 0.1, "data": data}
     theirs = list(fc.rounds(**settings, engine="reference"))
-    ours = list(fc.rounds(**settings, engine="module", model="logistic", device="cpu"))
+    ours = list(fc.rounds(**settings, engine="torch", model="logistic", device="cpu"))
     for one, other in zip(ours, theirs, strict=True):
         assert one.devices == other.devices
         assert one.loss == pytest.approx(other.loss, rel=1e-5)
@@ -196,7 +198,7 @@ def test_whole_runs_match_the_reference_engine(algorithm, k2):
 
 
 def test_momentum_decay_and_clipping_reach_a_run():
-    settings = {"algorithm": "fedavg", "rounds": 1, "devices_per_round": 5, "data": some_data(), "engine": "module"}
+    settings = {"algorithm": "fedavg", "rounds": 1, "devices_per_round": 5, "data": some_data(), "engine": "torch"}
     losses = {next(iter(fc.rounds(**settings, device="cpu"))).loss}
     for more in ({"momentum": 0.9}, {"weight_decay": 0.5}, {"clip": 0.01}):
         losses.add(next(iter(fc.rounds(**settings, **more, device="cpu"))).loss)
@@ -206,7 +208,7 @@ def test_momentum_decay_and_clipping_reach_a_run():
 def test_measured_smoothness_is_the_reference_engines():
     settings = {"dataset": "synthetic-iid", "rounds": 1, "smoothness": "measured", "epochs": (1, 1)}
     (theirs,) = fc.rounds(**settings, engine="reference")
-    (ours,) = fc.rounds(**settings, engine="module", device="cpu")
+    (ours,) = fc.rounds(**settings, engine="torch", device="cpu")
     assert ours.smoothness == pytest.approx(theirs.smoothness, rel=0.03)
 
 
@@ -218,7 +220,7 @@ def test_image_models_train_the_same_both_ways(name):
     make, shape = IMAGES[name]
     data = some_data(sizes=(5, 3), dimension=64)
     at_once, one_by_one = two_ways(data, partial(make, shape, 3), input_shape=shape)
-    params, work = at_once.start(), some_work(Local(0.01, 3), devices=(0, 1), epochs=(1, 2))
+    params, work = at_once.initial_params(), some_work(LocalSGD(0.01, 3), devices=(0, 1), epochs=(1, 2))
     assert distance(at_once.train(params, work), one_by_one.train(params, work)) < 1e-4
     devices = np.array([1, 0])
     assert distance(at_once.gradients(params, devices), one_by_one.gradients(params, devices)) < 1e-4
@@ -242,22 +244,24 @@ def test_convolutions_as_products_give_the_same_numbers(way, channels, options):
 def test_convolutions_as_products_train_the_same(way):
     make, data = partial(cnn, (1, 8, 8), 3), some_data(sizes=(5, 3), dimension=64)
     options = {"input_shape": (1, 8, 8), "at_once": True, **CPU}
-    products, library = (ModuleEngine(data, make, convolutions=c, **options) for c in (way, "library"))
-    work = some_work(Local(0.01, 3), devices=(0, 1), epochs=(1, 2))
-    assert distance(products.train(products.start(), work), library.train(library.start(), work)) < 1e-5
+    products, library = (TorchEngine(data, make, convolutions=c, **options) for c in (way, "library"))
+    work = some_work(LocalSGD(0.01, 3), devices=(0, 1), epochs=(1, 2))
+    assert (
+        distance(products.train(products.initial_params(), work), library.train(library.initial_params(), work)) < 1e-5
+    )
 
 
 def test_bfloat16_is_near_full_precision_and_keeps_params_in_it():
     data, work = some_data(), some_work()
-    low, full = (ModuleEngine(data, perceptron, at_once=True, precision=p, **CPU) for p in ("bfloat16", "full"))
-    moves = low.train(low.start(), work)
+    low, full = (TorchEngine(data, perceptron, at_once=True, precision=p, **CPU) for p in ("bfloat16", "full"))
+    moves = low.train(low.initial_params(), work)
     assert {leaf.dtype for leaf in moves[0].values()} == {torch.float32}
-    assert 1e-5 < distance(moves, full.train(full.start(), work)) < 0.05
+    assert 1e-5 < distance(moves, full.train(full.initial_params(), work)) < 0.05
 
 
 def test_the_start_follows_the_seed_and_leaves_global_randomness_alone():
     before = torch.get_rng_state()
-    first, again, other = (ModuleEngine(some_data(), perceptron, seed=s, **CPU).start() for s in (1, 1, 2))
+    first, again, other = (TorchEngine(some_data(), perceptron, seed=s, **CPU).initial_params() for s in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(flat(first), flat(again))
     assert not torch.equal(flat(first), flat(other))
@@ -267,12 +271,12 @@ def test_the_start_follows_the_seed_and_leaves_global_randomness_alone():
 def test_dropout_trains_and_repeats_itself(at_once):
     module = nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.5), nn.Linear(32, 3))
     before = torch.get_rng_state()
-    engine = ModuleEngine(some_data(), module, at_once=at_once, **CPU)
-    first, again = (engine.train(engine.start(), some_work()) for _ in range(2))
+    engine = TorchEngine(some_data(), module, at_once=at_once, **CPU)
+    first, again = (engine.train(engine.initial_params(), some_work()) for _ in range(2))
     assert distance(first, again) == 0
-    still = ModuleEngine(some_data(), nn.Sequential(module[0], nn.Dropout(0), module[2]), at_once=at_once, **CPU)
-    assert distance(first, still.train(engine.start(), some_work())) > 0.01
-    assert engine.evaluate(engine.start()) == engine.evaluate(engine.start())
+    still = TorchEngine(some_data(), nn.Sequential(module[0], nn.Dropout(0), module[2]), at_once=at_once, **CPU)
+    assert distance(first, still.train(engine.initial_params(), some_work())) > 0.01
+    assert engine.evaluate(engine.initial_params()) == engine.evaluate(engine.initial_params())
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -281,8 +285,8 @@ def with_batch_norm():
 
 
 def test_batch_norm_trains_one_by_one_and_its_buffers_are_averaged():
-    engine = ModuleEngine(some_data(sizes=(8, 8, 12)), with_batch_norm, **CPU)
-    params = engine.start()
+    engine = TorchEngine(some_data(sizes=(8, 8, 12)), with_batch_norm, **CPU)
+    params = engine.initial_params()
     updates = engine.train(params, some_work(devices=(0, 2), epochs=(1, 1)))
     assert set(engine.buffers) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     assert list(updates[0]) == list(params)
@@ -299,10 +303,10 @@ def test_batch_norm_trains_one_by_one_and_its_buffers_are_averaged():
 
 
 def test_a_whole_run_with_batch_norm_improves():
-    data = fc.load("synthetic-iid")
+    data = fc.load_dataset("synthetic-iid")
     module = nn.Sequential(nn.Linear(60, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
     settings = {"algorithm": "fedavg", "rounds": 3, "epochs": (1, 2), "batch_size": 10_000}
-    simulation = fc.prepare(fc.Experiment(**settings), data, ModuleEngine(data, module, **CPU))
+    simulation = fc.prepare(fc.Experiment(**settings), data, TorchEngine(data, module, **CPU))
     losses = [record.loss for _, record in simulation.play()]
     assert losses[-1] < losses[0]
 
@@ -312,8 +316,8 @@ def test_frozen_parameters_and_constant_buffers_stay(at_once):
     module = perceptron()
     module[0].weight.requires_grad_(False)
     module.register_buffer("scale", torch.ones(2))
-    engine = ModuleEngine(some_data(), module, at_once=at_once, **CPU)
-    moves = engine.train(engine.start(), some_work())[0]
+    engine = TorchEngine(some_data(), module, at_once=at_once, **CPU)
+    moves = engine.train(engine.initial_params(), some_work())[0]
     assert engine.buffers == ["0.weight", "scale"]
     assert not moves["0.weight"].any()
     assert not moves["scale"].any()
@@ -334,7 +338,7 @@ class Tied(nn.Module):
 
 def test_tied_and_unused_parameters_train_the_same_both_ways():
     at_once, one_by_one = two_ways(some_data(), Tied)
-    params, work = at_once.start(), some_work(LOCALS["all"])
+    params, work = at_once.initial_params(), some_work(LOCALS["all"])
     assert "second.weight" not in params
     assert distance(at_once.train(params, work), one_by_one.train(params, work)) < 1e-5
 
@@ -344,7 +348,7 @@ def test_a_loss_of_ones_own_is_used():
         return (outputs - torch.eye(3)[labels]).square().sum(dim=1)
 
     ways = two_ways(some_data(), perceptron, loss=squares)
-    params = ways[0].start()
+    params = ways[0].initial_params()
     moved = [engine.train(params, some_work()) for engine in ways]
     assert distance(*moved) < 1e-5
     assert distance(moved[0], two_ways(some_data(), perceptron)[0].train(params, some_work())) > 0.1
@@ -353,8 +357,8 @@ def test_a_loss_of_ones_own_is_used():
 def test_the_module_given_is_never_changed():
     module = perceptron()
     before = flat(module.state_dict())
-    engine = ModuleEngine(some_data(), module, **CPU)
-    engine.train(engine.start(), some_work())
+    engine = TorchEngine(some_data(), module, **CPU)
+    engine.train(engine.initial_params(), some_work())
     assert torch.equal(flat(module.state_dict()), before)
 
 
@@ -362,7 +366,7 @@ def test_the_module_given_is_never_changed():
 def test_a_model_of_the_table_runs_by_its_name(model):
     settings = {"algorithm": "fedavg-contextual", "rounds": 2, "epochs": (1, 1), "devices_per_round": 2, "k2": 0}
     experiment = fc.Experiment(**settings, model=model, device="cpu", learning_rate=0.05)
-    assert experiment.engine == "module"
+    assert experiment.engine == "torch"
     records = [record for _, record in fc.prepare(experiment, some_data(sizes=(6, 5, 4), dimension=64)).play()]
     assert all(np.isfinite(record.loss) for record in records)
     assert records[0].promised_change < 0

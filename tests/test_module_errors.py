@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import fedcontext as fc
-from fedcontext.engines.torch.engine import ModuleEngine
+from fedcontext.engines.torch.engine import TorchEngine
 from fedcontext.engines.torch.stage import Stage
-from fedcontext.engines.torch.task import Learner
+from fedcontext.engines.torch.task import Task
 from fedcontext.errors import FedcontextError
-from fedcontext.local_sgd import Local
+from fedcontext.local_sgd import LocalSGD
 from test_module import CPU, distance, perceptron, some_data, some_work, with_batch_norm
 
 OUT_OF_MEMORY = torch.cuda.OutOfMemoryError
@@ -44,7 +44,7 @@ OUT_OF_MEMORY = torch.cuda.OutOfMemoryError
 def test_what_does_not_fit_is_refused_before_any_round(options, sentence):
     module = options.pop("module", None) or perceptron()
     with pytest.raises(FedcontextError, match=sentence):
-        ModuleEngine(some_data(), module, **{**CPU, **options})
+        TorchEngine(some_data(), module, **{**CPU, **options})
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_what_does_not_fit_is_refused_before_any_round(options, sentence):
     ],
 )
 def test_params_of_another_module_are_refused(change, sentence):
-    engine = ModuleEngine(some_data(), perceptron, **CPU)
-    params = engine.start()
+    engine = TorchEngine(some_data(), perceptron, **CPU)
+    params = engine.initial_params()
     change(params)
     devices = np.arange(2)
     for ask in (
@@ -78,21 +78,21 @@ def test_samples_that_do_not_fit_the_memory_are_a_clear_error(monkeypatch):
     def full(*_):
         raise OUT_OF_MEMORY("CUDA out of memory.")
 
-    monkeypatch.setattr(Learner, "_place", full)
+    monkeypatch.setattr(Task, "_place", full)
     with pytest.raises(FedcontextError, match=r"the samples do not fit cpu's memory \(CUDA out of memory\.\): use cpu"):
-        ModuleEngine(some_data(), perceptron, **CPU)
+        TorchEngine(some_data(), perceptron, **CPU)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there_is_refused():
     with pytest.raises(FedcontextError, match="sees no GPU here"):
-        ModuleEngine(some_data(), perceptron, device="cuda")
+        TorchEngine(some_data(), perceptron, device="cuda")
 
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_an_empty_device_is_named(at_once):
-    engine = ModuleEngine(some_data(sizes=(4, 0, 3)), perceptron, at_once=at_once, **CPU)
-    params = engine.start()
+    engine = TorchEngine(some_data(sizes=(4, 0, 3)), perceptron, at_once=at_once, **CPU)
+    params = engine.initial_params()
     with pytest.raises(FedcontextError, match="device 1 has no training samples"):
         engine.train(params, some_work(devices=(0, 1), epochs=(1, 1)))
     with pytest.raises(FedcontextError, match="device 1 has no training samples"):
@@ -104,34 +104,32 @@ def test_labels_outside_the_classes_are_refused():
     data = some_data()
     data.train.labels[3] = 7
     with pytest.raises(FedcontextError, match="labels must be from 0 to 2, got 0 to 7"):
-        ModuleEngine(data, perceptron, **CPU)
+        TorchEngine(data, perceptron, **CPU)
 
 
 def test_batch_norm_on_a_single_sample_names_the_device():
-    engine = ModuleEngine(some_data(sizes=(4, 1)), with_batch_norm, **CPU)
+    engine = TorchEngine(some_data(sizes=(4, 1)), with_batch_norm, **CPU)
     with pytest.raises(FedcontextError, match=r"device 1: the module or its loss failed in training .*use GroupNorm"):
-        engine.train(engine.start(), some_work(devices=(0, 1), epochs=(1, 1)))
+        engine.train(engine.initial_params(), some_work(devices=(0, 1), epochs=(1, 1)))
 
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_loss_that_turns_nan_names_the_device_and_aggregates_nothing(at_once):
     data = some_data()
     data.train.features[data.train.rows(2)] *= 1e30
-    engine = ModuleEngine(
-        data, perceptron, loss=lambda o, y: o.square().sum(1) * o.exp().sum(1), at_once=at_once, **CPU
-    )
-    work = some_work(Local(100.0, 4), devices=(2,), epochs=(5,))
+    engine = TorchEngine(data, perceptron, loss=lambda o, y: o.square().sum(1) * o.exp().sum(1), at_once=at_once, **CPU)
+    work = some_work(LocalSGD(100.0, 4), devices=(2,), epochs=(5,))
     with pytest.raises(FedcontextError, match=r"device 2: the loss turned NaN or infinite .*learning rate"):
-        engine.train(engine.start(), work)
+        engine.train(engine.initial_params(), work)
 
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_only_the_devices_that_ran_away_are_named(at_once):
     data = some_data()
     data.train.features[data.train.rows(2)] = 3e38
-    engine = ModuleEngine(data, nn.Linear(6, 3), at_once=at_once, **CPU)
+    engine = TorchEngine(data, nn.Linear(6, 3), at_once=at_once, **CPU)
     with pytest.raises(FedcontextError, match=r"^device 2: the loss turned NaN"):
-        engine.train(engine.start(), some_work())
+        engine.train(engine.initial_params(), some_work())
 
 
 class Memory(nn.Module):
@@ -149,11 +147,11 @@ class Memory(nn.Module):
 
 
 def test_a_module_that_cannot_be_vectorised_says_what_to_change():
-    at_once = ModuleEngine(some_data(), Memory, at_once=True, **CPU)
+    at_once = TorchEngine(some_data(), Memory, at_once=True, **CPU)
     with pytest.raises(FedcontextError, match="at_once=False"):
-        at_once.train(at_once.start(), some_work())
-    one_by_one = ModuleEngine(some_data(), Memory, at_once=False, **CPU)
-    assert one_by_one.train(one_by_one.start(), some_work())[0]["centre"].any()
+        at_once.train(at_once.initial_params(), some_work())
+    one_by_one = TorchEngine(some_data(), Memory, at_once=False, **CPU)
+    assert one_by_one.train(one_by_one.initial_params(), some_work())[0]["centre"].any()
 
 
 @pytest.fixture
@@ -173,34 +171,34 @@ def little_memory(monkeypatch):
 
 
 def test_out_of_memory_halves_the_chunks_and_is_remembered(little_memory):
-    free, tight = (ModuleEngine(some_data(), perceptron, at_once=True, **CPU) for _ in range(2))
-    expected = free.train(free.start(), some_work())
+    free, tight = (TorchEngine(some_data(), perceptron, at_once=True, **CPU) for _ in range(2))
+    expected = free.train(free.initial_params(), some_work())
     little_memory(2)
-    assert distance(tight.train(tight.start(), some_work()), expected) < 1e-6
+    assert distance(tight.train(tight.initial_params(), some_work()), expected) < 1e-6
     assert tight.stacked.chunk == 2
 
 
 def test_out_of_memory_for_one_device_is_a_clear_error(little_memory):
-    engine = ModuleEngine(some_data(), perceptron, at_once=True, **CPU)
+    engine = TorchEngine(some_data(), perceptron, at_once=True, **CPU)
     little_memory(0)
     with pytest.raises(FedcontextError, match=r"out of GPU memory while training devices, one at a time .*smaller"):
-        engine.train(engine.start(), some_work())
+        engine.train(engine.initial_params(), some_work())
 
 
 def test_out_of_memory_one_by_one_names_the_device(monkeypatch):
-    engine = ModuleEngine(some_data(), perceptron, at_once=False, **CPU)
+    engine = TorchEngine(some_data(), perceptron, at_once=False, **CPU)
 
     def full(*_):
         raise OUT_OF_MEMORY("CUDA out of memory.")
 
-    monkeypatch.setattr(engine.learner, "losses", full)
+    monkeypatch.setattr(engine.task, "losses", full)
     with pytest.raises(FedcontextError, match="device 4: out of GPU memory"):
-        engine.train(engine.start(), some_work())
+        engine.train(engine.initial_params(), some_work())
 
 
 def test_out_of_memory_in_evaluation_takes_fewer_rows(monkeypatch):
-    engine = ModuleEngine(some_data(), perceptron, **CPU)
-    params, losses, outputs = engine.start(), engine.learner.losses, engine.learner.outputs
+    engine = TorchEngine(some_data(), perceptron, **CPU)
+    params, losses, outputs = engine.initial_params(), engine.task.losses, engine.task.outputs
     expected, slope = engine.evaluate(params), engine.gradient(params, np.arange(6), np.full(6, 1 / 6))
 
     def tight(params, features, labels):
@@ -208,32 +206,32 @@ def test_out_of_memory_in_evaluation_takes_fewer_rows(monkeypatch):
             raise OUT_OF_MEMORY("CUDA out of memory.")
         return losses(params, features, labels)
 
-    monkeypatch.setattr(engine.learner, "losses", tight)
+    monkeypatch.setattr(engine.task, "losses", tight)
     assert engine.evaluate(params) == pytest.approx(expected)
     assert distance([engine.gradient(params, np.arange(6), np.full(6, 1 / 6))], [slope]) < 1e-5
-    assert engine.learner.outputs == outputs
+    assert engine.task.outputs == outputs
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 @pytest.mark.parametrize("speed", ["graph", "compile"])
 def test_speed_that_cannot_be_had_falls_back_with_a_warning(speed):
-    plain = ModuleEngine(some_data(), perceptron, at_once=True, **CPU)
-    fast = ModuleEngine(some_data(), perceptron, at_once=True, speed=speed, **CPU)
+    plain = TorchEngine(some_data(), perceptron, at_once=True, **CPU)
+    fast = TorchEngine(some_data(), perceptron, at_once=True, speed=speed, **CPU)
     with pytest.warns(UserWarning, match="is not to be had here") as warned:
-        moves = fast.train(fast.start(), some_work())
+        moves = fast.train(fast.initial_params(), some_work())
     assert any(f"speed='{speed}'" in str(warning.message) for warning in warned)
-    assert distance(moves, plain.train(plain.start(), some_work())) < 1e-6
+    assert distance(moves, plain.train(plain.initial_params(), some_work())) < 1e-6
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"engine": "reference", "model": "cnn"}, "model cnn needs engine module, got 'reference'"),
-        ({"engine": "reference", "device": "cuda"}, "device cuda needs engine module, got 'reference'"),
-        ({"engine": "module", "model": "gpt"}, "model must be one of softmax, logistic, cnn, resnet18, got 'gpt'"),
-        ({"engine": "module", "model": "cnn"}, "features must form a square image of 1 or 3 channels"),
-        ({"engine": "module", "dataset": "synthetic-1-1-40", "k2": 0}, "engine module keeps all samples in one place"),
-        ({"engine": "module", "device": "tpu"}, "device must be auto, cpu or cuda, got 'tpu'"),
+        ({"engine": "reference", "model": "cnn"}, "model cnn needs engine 'torch', got 'reference'"),
+        ({"engine": "reference", "device": "cuda"}, "device cuda needs engine 'torch', got 'reference'"),
+        ({"engine": "torch", "model": "gpt"}, "model must be one of softmax, logistic, cnn, resnet18, got 'gpt'"),
+        ({"engine": "torch", "model": "cnn"}, "features must form a square image of 1 or 3 channels"),
+        ({"engine": "torch", "dataset": "synthetic-1-1-40", "k2": 0}, "engine 'torch' keeps all samples in one place"),
+        ({"engine": "torch", "device": "tpu"}, "device must be auto, cpu or cuda, got 'tpu'"),
     ],
 )
 def test_experiments_refuse_models_and_devices_that_do_not_fit(settings, sentence):
@@ -241,9 +239,11 @@ def test_experiments_refuse_models_and_devices_that_do_not_fit(settings, sentenc
         fc.rounds(**{"dataset": "synthetic-iid", "rounds": 1, **settings})
 
 
-@pytest.mark.parametrize("engine", ["reference", "fast"])
+@pytest.mark.parametrize("engine", ["reference", "numba"])
 def test_other_engines_refuse_momentum(engine):
-    if engine == "fast":
+    if engine == "numba":
         pytest.importorskip("numba")
-    with pytest.raises(FedcontextError, match=rf"engine {engine} knows no momentum, got 0\.9: use engine module"):
+    with pytest.raises(
+        FedcontextError, match=rf"engine '{engine}' does not support momentum \(got 0\.9\); use engine 'torch'"
+    ):
         fc.rounds(dataset="synthetic-iid", rounds=1, momentum=0.9, engine=engine)

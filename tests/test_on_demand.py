@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import fedcontext as fc
-from fedcontext.datasets.synthetic import JUDGES, synthetic
+from fedcontext.datasets.synthetic import EVALUATION_DEVICES, synthetic
 from fedcontext.engines.base import ENGINES, engine_named
 
-LOCAL_ENGINES = ["reference", "fast"]
+LOCAL_ENGINES = ["reference", "numba"]
 
 
 def test_every_device_has_the_samples_it_has_without():
@@ -18,7 +18,7 @@ def test_every_device_has_the_samples_it_has_without():
     for device in range(20):
         for own, other in zip(whole.train.device(device), drawn.train.device(device), strict=True):
             assert np.array_equal(own, other)
-    assert np.array_equal(whole.train.features, drawn.judged.features)  # with few devices all of them judge
+    assert np.array_equal(whole.train.features, drawn.evaluation_split.features)  # with few devices all of them judge
     assert np.array_equal(whole.test.labels, drawn.test.labels)
 
 
@@ -40,8 +40,8 @@ def test_ten_rounds_over_a_million_devices_fit_in_little_memory():
 
 
 def test_models_are_judged_by_devices_that_stay_the_same():
-    first, second = (fc.load.__wrapped__("synthetic-1-1-500", seed=3) for _ in range(2))
-    assert len(first.judged.sizes) == len(first.test.sizes) == JUDGES
+    first, second = (fc.load_dataset.__wrapped__("synthetic-1-1-500", seed=3) for _ in range(2))
+    assert len(first.evaluation_split.sizes) == len(first.test.sizes) == EVALUATION_DEVICES
     assert np.array_equal(first.test.features, second.test.features)
     assert first.population == 500
 
@@ -51,12 +51,12 @@ def test_asking_all_devices_at_once_is_refused(engine):
     assert engine in ENGINES
     drawn = engine_named(engine, synthetic(1, 1, devices=200, on_demand=True))
     with pytest.raises(fc.FedcontextError, match="all its 200 devices at once: give k2 and pool as numbers"):
-        drawn.gradient(drawn.start(), np.arange(200), np.full(200, 1 / 200))
+        drawn.gradient(drawn.initial_params(), np.arange(200), np.full(200, 1 / 200))
 
 
 def test_no_devices_are_refused():
     with pytest.raises(fc.FedcontextError, match="at least 1 device, got 0"):
-        fc.load("synthetic-1-1-0")
+        fc.load_dataset("synthetic-1-1-0")
 
 
 def test_a_pool_of_everyone_is_refused():

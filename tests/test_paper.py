@@ -58,14 +58,14 @@ def test_records_of_another_engine_will_do_and_the_one_asked_for_is_preferred(tm
     study = synthetic_study("weights")
     runs = runs_of(study.lines, quick=True)
     other = [dataclasses.replace(run, engine="reference") for run in runs]
-    assert all(run.engine == "fast" for run in runs)
+    assert all(run.engine == "numba" for run in runs)
     carry_out(other, tmp_path, 1, lambda experiment, record: None)
     assert missing_runs(study.lines, tmp_path, quick=True) == []
     (records, *_) = next(iter(open_book(study.lines, tmp_path, quick=True).values()))
-    assert records == fc.read(tmp_path / f"{other[0].name}.jsonl")[1]
+    assert records == fc.read_run(tmp_path / f"{other[0].name}.jsonl")[1]
     carry_out(runs, tmp_path, 1, lambda experiment, record: None)
     (records, *_) = next(iter(open_book(study.lines, tmp_path, quick=True).values()))
-    assert records == fc.read(tmp_path / f"{runs[0].name}.jsonl")[1]
+    assert records == fc.read_run(tmp_path / f"{runs[0].name}.jsonl")[1]
     (tmp_path / f"{runs[0].name}.jsonl").unlink()
     (tmp_path / f"{other[0].name}.jsonl").unlink()
     assert missing_runs(study.lines, tmp_path, quick=True) == [runs[0]]

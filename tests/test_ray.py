@@ -10,7 +10,7 @@ import fedcontext as fc
 from fedcontext.datasets.synthetic import synthetic
 from fedcontext.engines.base import Work, engine_named
 from fedcontext.engines.ray import SoftmaxRay
-from fedcontext.local_sgd import Local
+from fedcontext.local_sgd import LocalSGD
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("federation")]  # many processes: never two at a time
@@ -35,7 +35,7 @@ def two(cluster, data):
 
 
 def work_of(devices, number=1):
-    return Work(0, number, np.array(devices), np.arange(1, len(devices) + 1), Local(0.01, 10, 0.1))
+    return Work(0, number, np.array(devices), np.arange(1, len(devices) + 1), LocalSGD(0.01, 10, 0.1))
 
 
 def same(ours, theirs):
@@ -43,8 +43,8 @@ def same(ours, theirs):
 
 
 def test_workers_give_the_updates_and_gradients_of_one_machine(two, data):
-    alone = engine_named("fast", data)
-    params, devices = alone.start() + np.float32(0.01), np.array([3, 11, 0, 7, 5])
+    alone = engine_named("numba", data)
+    params, devices = alone.initial_params() + np.float32(0.01), np.array([3, 11, 0, 7, 5])
     assert same(two.train(params, work_of(devices)), alone.train(params, work_of(devices)))
     assert same(two.gradients(params, devices), alone.gradients(params, devices))
     weights = np.full(5, 0.2)
@@ -52,21 +52,21 @@ def test_workers_give_the_updates_and_gradients_of_one_machine(two, data):
 
 
 def test_one_device_on_two_workers_is_no_trouble(two, data):
-    params = two.start()
-    assert same(two.train(params, work_of([4])), engine_named("fast", data).train(params, work_of([4])))
+    params = two.initial_params()
+    assert same(two.train(params, work_of([4])), engine_named("numba", data).train(params, work_of([4])))
 
 
 def test_the_number_of_workers_changes_nothing(two, data):
-    one, params = SoftmaxRay(data, workers=1), two.start()
+    one, params = SoftmaxRay(data, workers=1), two.initial_params()
     assert same(two.train(params, work_of(range(12))), one.train(params, work_of(range(12))))
 
 
 def test_a_device_that_is_not_there_is_refused_before_any_worker_is_asked(two):
     for devices in ([0, 12], [-1]):
         with pytest.raises(fc.FedcontextError, match=f"no device {devices[-1]}: the data has 12 devices"):
-            two.train(two.start(), work_of(devices))
+            two.train(two.initial_params(), work_of(devices))
         with pytest.raises(fc.FedcontextError, match=f"no device {devices[-1]}: the data has 12 devices"):
-            two.gradients(two.start(), np.array(devices))
+            two.gradients(two.initial_params(), np.array(devices))
 
 
 def test_devices_of_several_workers_whose_training_ran_away_are_named_in_one_error(two, data):
@@ -79,16 +79,16 @@ def test_devices_of_several_workers_whose_training_ran_away_are_named_in_one_err
 
 
 def test_the_devices_of_a_worker_lost_between_rounds_are_run_on_a_new_one(two, data):
-    params = two.start()
+    params = two.initial_params()
     ray.kill(two.workers[0])
-    expected = engine_named("fast", data).train(params, work_of(range(12), 2))
+    expected = engine_named("numba", data).train(params, work_of(range(12), 2))
     assert same(two.train(params, work_of(range(12), 2)), expected)
 
 
 def test_the_devices_of_a_worker_lost_at_work_are_run_again(two, data):
-    params, work, before = two.start(), work_of(range(12), 3), pids_of(two)
+    params, work, before = two.initial_params(), work_of(range(12), 3), pids_of(two)
     two.workers[1].__ray_call__.remote(lambda _: os.kill(os.getpid(), signal.SIGKILL))  # the training is queued behind
-    assert same(two.train(params, work), engine_named("fast", data).train(params, work))
+    assert same(two.train(params, work), engine_named("numba", data).train(params, work))
     assert pids_of(two)[0] == before[0]
     assert pids_of(two)[1] != before[1]
 
@@ -96,7 +96,7 @@ def test_the_devices_of_a_worker_lost_at_work_are_run_again(two, data):
 def test_workers_that_are_always_lost_end_in_a_sentence(two):
     def task(worker, rows):
         ray.kill(worker)
-        return worker.gradients.remote(two.start(), rows)
+        return worker.gradients.remote(two.initial_params(), rows)
 
     with pytest.raises(fc.FedcontextError, match="lost in each of 4 tries"):
         two._shared_out(task, np.ones(2, np.int64))
@@ -108,11 +108,13 @@ def pids_of(engine):
 
 def test_whole_runs_are_those_of_one_machine(cluster, data):
     settings = {"algorithm": "fedprox-contextual", "rounds": 3, "k2": 4, "devices_per_round": 5}
-    ours, theirs = (list(fc.rounds(data=data, engine=engine, **settings)) for engine in ("ray", "fast"))
+    ours, theirs = (list(fc.rounds(data=data, engine=engine, **settings)) for engine in ("ray", "numba"))
     assert ours == theirs
 
 
 def test_data_made_on_demand_is_made_on_the_workers(cluster):
     data = synthetic(1, 1, devices=500, on_demand=True)
-    ours, alone = SoftmaxRay(data, workers=2), engine_named("fast", data)
-    assert same(ours.train(ours.start(), work_of([400, 2])), alone.train(ours.start(), work_of([400, 2])))
+    ours, alone = SoftmaxRay(data, workers=2), engine_named("numba", data)
+    assert same(
+        ours.train(ours.initial_params(), work_of([400, 2])), alone.train(ours.initial_params(), work_of([400, 2]))
+    )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fedcontext as fc
 from fedcontext.errors import FedcontextError
-from fedcontext.geometry import Geometry, surely_mild
+from fedcontext.geometry import Geometry, is_well_conditioned
 from fedcontext.rules import expected_gram, solve
 
 ODDITIES = ("duplicated", "zero", "parallel", "opposite", "huge", "tiny", "none")
@@ -65,7 +65,7 @@ CONDITIONS = {"count": st.integers(2, 40), "exponent": st.floats(0, 12), "seed":
 
 @given(limit=st.floats(0, 9), **CONDITIONS)
 def test_what_is_surely_mild_is_mild_and_what_is_milder_still_is_seen_to_be(count, exponent, seed, limit):
-    sure = surely_mild(with_condition(count, exponent, seed), 10**limit)
+    sure = is_well_conditioned(with_condition(count, exponent, seed), 10**limit)
     assert sure if exponent + np.log10(count) / 2 < limit - 0.01 else not sure or exponent < limit + 0.01
 
 
@@ -73,7 +73,7 @@ def test_what_is_surely_mild_is_mild_and_what_is_milder_still_is_seen_to_be(coun
 def test_elimination_and_eigenvalues_solve_alike(count, exponent, seed):
     matrix, right = with_condition(count, exponent, seed), np.random.default_rng(seed).standard_normal(count)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedcontext.rules.surely_mild", lambda *_: False)
+        patch.setattr("fedcontext.rules.is_well_conditioned", lambda *_: False)
         by_eigenvalues = solve(matrix, right)
     assert close(solve(matrix, right), by_eigenvalues, 1e-14 * count * 10**exponent)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fedcontext.engines.base import Work
 from fedcontext.engines.softmax import SoftmaxReference, gradient, losses
-from fedcontext.local_sgd import Local, proximal, sgd
+from fedcontext.local_sgd import LocalSGD, proximal, sgd
 from fedcontext.smoothness import curvature
 
 
@@ -49,7 +49,7 @@ def test_large_scores_do_not_overflow():
 
 def test_one_full_batch_step_is_gradient_descent(small_data):
     engine = SoftmaxReference(small_data, np.float64)
-    params = np.random.default_rng(0).standard_normal(engine.start().shape)
+    params = np.random.default_rng(0).standard_normal(engine.initial_params().shape)
     work = Work(0, 1, np.array([3]), np.array([1]), sgd(0.1, batch_size=10_000))
     np.testing.assert_allclose(engine.train(params, work)[0], -0.1 * engine.gradients(params, np.array([3]))[0])
 
@@ -57,7 +57,7 @@ def test_one_full_batch_step_is_gradient_descent(small_data):
 def test_the_proximal_objective_has_the_half(small_data):
     """Two full-batch steps: the second adds μ (w - wᵗ), the gradient of (μ/2)‖w - wᵗ‖², to the slope."""
     engine, mu, rate = SoftmaxReference(small_data, np.float64), 0.7, 0.1
-    params = engine.start()
+    params = engine.initial_params()
     first = -rate * engine.gradients(params, np.array([2]))[0]
     second = first - rate * (engine.gradients(params + first, np.array([2]))[0] + mu * first)
     work = Work(0, 1, np.array([2]), np.array([2]), proximal(mu, rate, batch_size=10_000))
@@ -66,14 +66,14 @@ def test_the_proximal_objective_has_the_half(small_data):
 
 def test_a_stronger_proximal_term_keeps_devices_closer(small_data):
     engine = SoftmaxReference(small_data)
-    work = [Work(0, 1, np.arange(5), np.full(5, 10), Local(0.1, 10, mu)) for mu in (0.0, 1.0, 5.0)]
-    lengths = [np.linalg.norm(engine.train(engine.start(), each)) for each in work]
+    work = [Work(0, 1, np.arange(5), np.full(5, 10), LocalSGD(0.1, 10, mu)) for mu in (0.0, 1.0, 5.0)]
+    lengths = [np.linalg.norm(engine.train(engine.initial_params(), each)) for each in work]
     assert lengths[0] > lengths[1] > lengths[2]
 
 
 def test_everyones_gradient_is_the_gradient_of_the_loss(small_data):
     engine = SoftmaxReference(small_data, np.float64)
-    params = np.random.default_rng(0).standard_normal(engine.start().shape)
+    params = np.random.default_rng(0).standard_normal(engine.initial_params().shape)
     sizes = small_data.train.sizes / small_data.train.sizes.sum()
     everyone = np.arange(small_data.population)
     whole = gradient(params, small_data.train.features, small_data.train.labels)
@@ -86,7 +86,7 @@ def test_everyones_gradient_is_the_gradient_of_the_loss(small_data):
 def test_single_and_double_precision_agree(small_data):
     work = Work(0, 1, np.arange(4), np.full(4, 3), sgd(0.1))
     pair = [SoftmaxReference(small_data, dtype) for dtype in (np.float32, np.float64)]
-    for low, high in zip(*(engine.train(engine.start(), work) for engine in pair), strict=True):
+    for low, high in zip(*(engine.train(engine.initial_params(), work) for engine in pair), strict=True):
         np.testing.assert_allclose(low, high, rtol=1e-3, atol=1e-5)
 
 
@@ -95,7 +95,9 @@ def test_measured_curvature_is_the_top_eigenvalue_of_the_hessian(small_data):
     x = np.hstack([small_data.train.features, np.ones((len(small_data.train.labels), 1))])
     top = np.linalg.eigvalsh(x.T @ x / len(x))[-1] / 3  # at zero params: (I/C - 1/C²) has top eigenvalue 1/C
     everyone, sizes = np.arange(12), small_data.train.sizes / small_data.train.sizes.sum()
-    assert curvature(lambda w: engine.gradient(w, everyone, sizes), engine.start()) == pytest.approx(top, rel=1e-3)
+    assert curvature(lambda w: engine.gradient(w, everyone, sizes), engine.initial_params()) == pytest.approx(
+        top, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,4 +105,4 @@ def test_measured_curvature_is_the_top_eigenvalue_of_the_hessian(small_data):
 )
 def test_impossible_training_is_refused(local):
     with pytest.raises(ValueError, match="must be"):
-        Local(**{"batch_size": 10, **local})
+        LocalSGD(**{"batch_size": 10, **local})

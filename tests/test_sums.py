@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fedcontext as fc
 from fedcontext.arrays import tree as arrays
 from fedcontext.errors import FedcontextError
-from fedcontext.geometry import Report, measure, will_do
+from fedcontext.geometry import Report, float32_suffices, measure
 
 sums = pytest.importorskip("fedcontext.arrays.gram")
 tiles = pytest.importorskip("fedcontext.arrays.tiles")
@@ -39,7 +39,7 @@ def asked(monkeypatch):
 def exactly(**given):
     """What `fc.aggregate` gives when products are never formed in float32."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedcontext.geometry.will_do", lambda *_: False)
+        patch.setattr("fedcontext.geometry.float32_suffices", lambda *_: False)
         return fc.aggregate(**given)
 
 
@@ -255,7 +255,7 @@ def test_where_float32_will_do_the_step_is_that_of_float64(seed, spread):
         patch.setattr(arrays, "COMPILED_FROM", 1)
         quick = measure(report)
     exact = measure(report)
-    assert will_do(np.hstack([exact.gram, exact.slopes.T]), 3_000, np.ones(1))
+    assert float32_suffices(np.hstack([exact.gram, exact.slopes.T]), 3_000, np.ones(1))
     steps = [RULE.weigh(geometry, None)[0] @ rows[:5].astype(np.float64) for geometry in (quick, exact)]
     assert np.linalg.norm(steps[0] - steps[1]) <= 1e-5 * np.linalg.norm(steps[1])
 

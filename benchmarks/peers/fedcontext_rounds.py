@@ -27,7 +27,7 @@ class Fedcontext:
 
     def reset(self):
         self.engine = engine_named(self.engine_name, self.data)  # fresh: nothing kept from the warm-up
-        self.state = self.engine.start()
+        self.state = self.engine.initial_params()
 
     def round(self, number):
         devices, epochs = self.work.devices[number], self.work.epochs[number]

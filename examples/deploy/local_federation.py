@@ -265,7 +265,7 @@ def show(local: Federation, rounds: int) -> None:
     import fedcontext as fc
 
     try:
-        records = fc.read(local.at / "run.jsonl")[1]
+        records = fc.read_run(local.at / "run.jsonl")[1]
     except (OSError, fc.FedcontextError):  # it did not get as far as a round
         records = []
     for record in records:

@@ -1,15 +1,15 @@
 """Federated learning with contextual aggregation: the weights with the lowest bound on the loss, every round."""
 
 from fedcontext.aggregation import Aggregation, aggregate
-from fedcontext.algorithms import ALGORITHMS, Algorithm, Knobs, contextual_version, expected_version
+from fedcontext.algorithms import ALGORITHMS, Algorithm, Hyperparameters, contextual_version, expected_version
 from fedcontext.arrays.memmap import mapped
-from fedcontext.datasets import FederatedData, federate, load
+from fedcontext.datasets import FederatedData, federate, load_dataset
 from fedcontext.errors import FedcontextError, MissingExtra
 from fedcontext.experiment import Experiment
 from fedcontext.fleet import PROFILES, Fleet, Profile, Spread, make_fleet
 from fedcontext.geometry import Geometry
 from fedcontext.plan import RoundPlan, plan_round
-from fedcontext.records import RoundRecord, read
+from fedcontext.records import RoundRecord, read_run
 from fedcontext.results.export import load_runs
 from fedcontext.rules import Rule, bound, by_samples, contextual, expected_contextual, folb, mean, stateless
 from fedcontext.simulation import Simulation, State, prepare, rounds
@@ -25,7 +25,7 @@ __all__ = [
     "FederatedData",
     "Fleet",
     "Geometry",
-    "Knobs",
+    "Hyperparameters",
     "MissingExtra",
     "Profile",
     "RoundPlan",
@@ -44,14 +44,14 @@ __all__ = [
     "expected_version",
     "federate",
     "folb",
-    "load",
+    "load_dataset",
     "load_runs",
     "make_fleet",
     "mapped",
     "mean",
     "plan_round",
     "prepare",
-    "read",
+    "read_run",
     "rounds",
     "stateless",
 ]

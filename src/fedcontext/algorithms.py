@@ -8,14 +8,14 @@ from typing import Literal, TypeAlias
 
 from fedcontext import rules
 from fedcontext.errors import FedcontextError, positive
-from fedcontext.local_sgd import Local, proximal, sgd
+from fedcontext.local_sgd import LocalSGD, proximal, sgd
 from fedcontext.rules import Rule
 
 Averaging: TypeAlias = Literal["mean", "samples"]
 
 
 @dataclass(frozen=True)
-class Knobs:
+class Hyperparameters:
     """The settings that algorithms are made from; each takes what it knows."""
 
     learning_rate: float
@@ -30,23 +30,29 @@ class Algorithm:
     """What devices do, and the rule that weighs what they send."""
 
     name: str
-    local: Local
+    local: LocalSGD
     rule: Rule
 
 
-def fedavg(knobs: Knobs) -> Algorithm:
+def fedavg(hyperparameters: Hyperparameters) -> Algorithm:
     """Return FedAvg: local SGD, averaged."""
-    return Algorithm("fedavg", sgd(knobs.learning_rate, knobs.batch_size), _averaging(knobs))
+    return Algorithm(
+        "fedavg", sgd(hyperparameters.learning_rate, hyperparameters.batch_size), _averaging(hyperparameters)
+    )
 
 
-def fedprox(knobs: Knobs) -> Algorithm:
+def fedprox(hyperparameters: Hyperparameters) -> Algorithm:
     """Return FedProx: local SGD held near the global model, averaged."""
-    return Algorithm("fedprox", proximal(knobs.mu, knobs.learning_rate, knobs.batch_size), _averaging(knobs))
+    return Algorithm(
+        "fedprox",
+        proximal(hyperparameters.mu, hyperparameters.learning_rate, hyperparameters.batch_size),
+        _averaging(hyperparameters),
+    )
 
 
-def folb(knobs: Knobs) -> Algorithm:
+def folb(hyperparameters: Hyperparameters) -> Algorithm:
     """Return FOLB: FedProx weighed by how each device's gradient agrees with the cohort's."""
-    return replace(fedprox(knobs), name="folb", rule=rules.folb(knobs.smoothness))
+    return replace(fedprox(hyperparameters), name="folb", rule=rules.folb(hyperparameters.smoothness))
 
 
 def contextual_version(algorithm: Algorithm | str, smoothness: float) -> Algorithm:
@@ -54,7 +60,7 @@ def contextual_version(algorithm: Algorithm | str, smoothness: float) -> Algorit
 
     A name stands for that algorithm of the table with the learning rate that goes with the paper's β: 1 / smoothness.
 
-    >>> contextual_version(fedavg(Knobs(learning_rate=0.1, smoothness=10)), smoothness=10).name
+    >>> contextual_version(fedavg(Hyperparameters(learning_rate=0.1, smoothness=10)), smoothness=10).name
     'fedavg-contextual'
     >>> contextual_version("fedavg", smoothness=10).local.learning_rate
     0.1
@@ -66,44 +72,52 @@ def contextual_version(algorithm: Algorithm | str, smoothness: float) -> Algorit
 def expected_version(algorithm: Algorithm | str, smoothness: float) -> Algorithm:
     """Return ``algorithm``, made or by name, with the aggregation of section III-C, the exact form of its equation.
 
-    >>> expected_version(fedavg(Knobs(learning_rate=0.1, smoothness=10)), smoothness=10).name
+    >>> expected_version(fedavg(Hyperparameters(learning_rate=0.1, smoothness=10)), smoothness=10).name
     'fedavg-expected'
     """
     made = _made(algorithm, smoothness)
     return replace(made, name=f"{made.name}-expected", rule=rules.expected_contextual(smoothness))
 
 
-ALGORITHMS: dict[str, Callable[[Knobs], Algorithm]] = {
+ALGORITHMS: dict[str, Callable[[Hyperparameters], Algorithm]] = {
     "fedavg": fedavg,
     "fedprox": fedprox,
     "folb": folb,
-    "fedavg-contextual": lambda knobs: contextual_version(fedavg(knobs), knobs.smoothness),
-    "fedprox-contextual": lambda knobs: contextual_version(fedprox(knobs), knobs.smoothness),
-    "fedavg-expected": lambda knobs: expected_version(fedavg(knobs), knobs.smoothness),
-    "fedprox-expected": lambda knobs: expected_version(fedprox(knobs), knobs.smoothness),
+    "fedavg-contextual": lambda hyperparameters: contextual_version(
+        fedavg(hyperparameters), hyperparameters.smoothness
+    ),
+    "fedprox-contextual": lambda hyperparameters: contextual_version(
+        fedprox(hyperparameters), hyperparameters.smoothness
+    ),
+    "fedavg-expected": lambda hyperparameters: expected_version(fedavg(hyperparameters), hyperparameters.smoothness),
+    "fedprox-expected": lambda hyperparameters: expected_version(fedprox(hyperparameters), hyperparameters.smoothness),
 }
 
 
-def algorithm_named(name: str, knobs: Knobs) -> Algorithm:
+def algorithm_named(name: str, hyperparameters: Hyperparameters) -> Algorithm:
     """Return an algorithm of the table.
 
-    >>> algorithm_named("fedavg", Knobs(learning_rate=0.1, smoothness=10)).rule.name
+    >>> algorithm_named("fedavg", Hyperparameters(learning_rate=0.1, smoothness=10)).rule.name
     'mean'
     """
     if name not in ALGORITHMS:
         raise FedcontextError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {name!r}")
-    return ALGORITHMS[name](knobs)
+    return ALGORITHMS[name](hyperparameters)
 
 
 def _made(algorithm: Algorithm | str, smoothness: float) -> Algorithm:
     if isinstance(algorithm, Algorithm):
         return algorithm
     return algorithm_named(
-        algorithm, Knobs(learning_rate=1 / positive("smoothness", smoothness), smoothness=smoothness)
+        algorithm, Hyperparameters(learning_rate=1 / positive("smoothness", smoothness), smoothness=smoothness)
     )
 
 
-def _averaging(knobs: Knobs) -> Rule:
-    if knobs.averaging not in ("mean", "samples"):
-        raise FedcontextError(f"averaging must be 'mean' or 'samples', got {knobs.averaging!r}")
-    return rules.mean(knobs.smoothness) if knobs.averaging == "mean" else rules.by_samples(knobs.smoothness)
+def _averaging(hyperparameters: Hyperparameters) -> Rule:
+    if hyperparameters.averaging not in ("mean", "samples"):
+        raise FedcontextError(f"averaging must be 'mean' or 'samples', got {hyperparameters.averaging!r}")
+    return (
+        rules.mean(hyperparameters.smoothness)
+        if hyperparameters.averaging == "mean"
+        else rules.by_samples(hyperparameters.smoothness)
+    )

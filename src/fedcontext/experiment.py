@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 import tomllib
@@ -67,15 +66,6 @@ class Experiment:
         return f"{re.sub('[^A-Za-z0-9.]+', '-', self.dataset)}-{self.algorithm}-seed{self.seed}-{digest}"
 
 
-def to_toml(experiment: Experiment) -> str:
-    """Return the file that repeats ``experiment``.
-
-    >>> print(to_toml(Experiment(rounds=5)).splitlines()[2])
-    rounds = 5
-    """
-    return "".join(f"{key} = {_toml(value)}\n" for key, value in dataclasses.asdict(experiment).items())
-
-
 def settings_from_toml(path: Path) -> dict[str, Any]:
     """Return the settings that a TOML file gives, checked against the names of `Experiment`'s fields."""
     try:
@@ -107,7 +97,7 @@ def _settled(given: Experiment) -> dict[str, Any]:
             settings[name] = published.get(kind, else_)
     if given.engine == "auto":
         deep = given.model not in ("softmax", "logistic") or given.device not in ("auto", "cpu")
-        settings["engine"] = "module" if deep else "fast" if find_spec("numba") else "reference"
+        settings["engine"] = "torch" if deep else "numba" if find_spec("numba") else "reference"
     settings |= {name: _whole(name, settings[name], least) for name, least in WHOLE.items()}
     settings |= {name: _number(name, settings[name]) for name in NUMBERS}
     settings |= {name: _whole(name, settings[name], 0) for name in ("k2", "pool") if settings[name] != "N"}
@@ -143,9 +133,3 @@ def _number(name: str, value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
         raise FedcontextError(f"{name} must be 0 or more, got {value!r}")
     return float(value)
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    return str(list(value)) if isinstance(value, tuple) else str(value)

@@ -11,7 +11,7 @@ import numpy as np
 from fedcontext.arrays.tree import SCRATCH, FloatArray, Leaves, framework, size_of
 from fedcontext.errors import FedcontextError
 
-# When products of float32 entries may be formed in float32 (see `will_do`).
+# When products of float32 entries may be formed in float32 (see `float32_suffices`).
 QUICK_CONDITION = 1e3  # of the normalised updates, at most; cohorts of 10 to 30 devices on MNIST have 4 to 73
 FAINTEST = 1e-3  # what is left of the slopes in their mean, at least
 SHORTEST = 1e-14  # root mean square of entries, at least: what float32 loses below 1e-38 is then 1e-10 of the sum
@@ -91,7 +91,7 @@ def measure(
     count, names = len(updates), list(updates[0] if layers is None else layers)
     weights = shares(report.probe_weights, len(probes)) if probes else np.zeros(0)
     both, exact = _products(updates, probes, names, scratch, quick=True)
-    if not exact and not will_do(both, sum(size_of(updates[0][name]) for name in names), weights):
+    if not exact and not float32_suffices(both, sum(size_of(updates[0][name]) for name in names), weights):
         both, _ = _products(updates, probes, names, scratch)
     owns, vectors = report.own_gradients, "vectors" in needs
     between = _products(owns, probes, names, scratch)[0][:, len(owns) :] if "own gradients" in needs else None
@@ -119,7 +119,7 @@ def _products(
     return total, exact
 
 
-def will_do(products: FloatArray, size: int, probe_shares: FloatArray) -> bool:
+def float32_suffices(products: FloatArray, size: int, probe_shares: FloatArray) -> bool:
     """Return whether products over ``size`` entries, multiplied in float32, serve a rule as well as exact ones.
 
     Their errors are some 1e-8 of the vectors' lengths, or 2e-6 if all entries are equal: more than the slope itself,
@@ -129,9 +129,9 @@ def will_do(products: FloatArray, size: int, probe_shares: FloatArray) -> bool:
     updates, may be so short that squares of its entries are too small for float32.
 
     >>> one = np.ones(1)
-    >>> will_do(np.array([[1.0, 0.1, 0.3], [0.1, 1.0, 0.2]]), size=3, probe_shares=one)
+    >>> float32_suffices(np.array([[1.0, 0.1, 0.3], [0.1, 1.0, 0.2]]), size=3, probe_shares=one)
     True
-    >>> will_do(np.array([[1.0, 0.9999, 1], [0.9999, 1.0, 1]]), 3, one), will_do(np.array([[1e-30, 1]]), 3, one)
+    >>> float32_suffices(np.array([[1.0, 0.9999, 1], [0.9999, 1.0, 1]]), 3, one), float32_suffices(np.array([[1e-30, 1]]), 3, one)
     (False, False)
     """
     count = len(products)
@@ -142,19 +142,19 @@ def will_do(products: FloatArray, size: int, probe_shares: FloatArray) -> bool:
     slopes, gram = normal[:, count:], normal[:, :count] / lengths
     along, mean = np.abs(slopes).max(axis=0), np.abs(slopes @ probe_shares).max()
     lasting = bool((along >= shortest).all() and mean >= FAINTEST * along.max(initial=0))
-    if not lasting or surely_mild(gram, QUICK_CONDITION):
+    if not lasting or is_well_conditioned(gram, QUICK_CONDITION):
         return lasting
     values = np.linalg.eigvalsh(gram)
     return bool(values[-1] <= QUICK_CONDITION * values[0])
 
 
-def surely_mild(matrix: FloatArray, limit: float) -> bool:
+def is_well_conditioned(matrix: FloatArray, limit: float) -> bool:
     """Return True where a symmetric matrix is quickly seen to be positive and of a condition of at most ``limit``.
 
     No eigenvalue is above the largest sum of a row's sizes, and none below what can be taken off the diagonal with a
     Cholesky factor left. False says little: that sum can be √K times the largest eigenvalue.
 
-    >>> surely_mild(np.array([[1.0, 0.5], [0.5, 1.0]]), limit=4), surely_mild(np.ones((2, 2)), limit=1e6)
+    >>> is_well_conditioned(np.array([[1.0, 0.5], [0.5, 1.0]]), limit=4), is_well_conditioned(np.ones((2, 2)), limit=1e6)
     (True, False)
     """
     try:

@@ -11,7 +11,7 @@ NAMED = 3  # devices that an error names; the others are counted
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalSGD:
     """Local SGD on F_k(w) + (μ/2)‖w - wᵗ‖², FedProx's convention (the paper prints μ without the half).
 
     The last three are for the module engine. One step: the batch's gradient is scaled to a norm of at most ``clip``,
@@ -35,47 +35,49 @@ class Local:
         if not 0 <= self.momentum < 1:
             raise FedcontextError(f"momentum must be from 0 to below 1, got {self.momentum}")
 
-    def check_plain(self, engine: str) -> None:
+    def check_supported(self, engine: str) -> None:
         """Refuse what only the module engine does, in the name of an ``engine`` that would pass it over.
 
-        >>> Local(0.1, 10, momentum=0.9).check_plain("reference")
+        >>> LocalSGD(0.1, 10, momentum=0.9).check_supported("reference")
         Traceback (most recent call last):
         ...
-        fedcontext.errors.FedcontextError: engine reference knows no momentum, got 0.9: use engine module
+        fedcontext.errors.FedcontextError: engine 'reference' does not support momentum (got 0.9); use engine 'torch'
         """
         for name in ("momentum", "weight_decay", "clip"):
             if getattr(self, name):
-                raise FedcontextError(f"engine {engine} knows no {name}, got {getattr(self, name)}: use engine module")
+                raise FedcontextError(
+                    f"engine '{engine}' does not support {name} (got {getattr(self, name)}); use engine 'torch'"
+                )
 
-    def ran_away(self, devices: Sequence[int]) -> FedcontextError:
+    def divergence_error(self, devices: Sequence[int]) -> FedcontextError:
         """Return what to raise where the training of these devices left the finite numbers.
 
-        >>> print(Local(100.0, 10).ran_away([3, 7, 1, 4, 8]))  # doctest: +NORMALIZE_WHITESPACE
+        >>> print(LocalSGD(100.0, 10).divergence_error([3, 7, 1, 4, 8]))  # doctest: +NORMALIZE_WHITESPACE
         devices 3, 7, 1 and 2 more: the loss turned NaN or infinite in local training, and nothing was aggregated;
-        lower the learning rate (100.0) or clip gradients (engine module)
+        lower the learning rate (100.0) or clip gradients (engine 'torch')
         """
         words = [str(device) for device in devices[:NAMED]]
         words += [f"{len(devices) - NAMED} more"] if len(devices) > NAMED else []
         who = f"devices {', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else f"device {words[0]}"
         return FedcontextError(
             f"{who}: the loss turned NaN or infinite in local training, and nothing was aggregated; "
-            f"lower the learning rate ({self.learning_rate}) or clip gradients (engine module)"
+            f"lower the learning rate ({self.learning_rate}) or clip gradients (engine 'torch')"
         )
 
 
-def sgd(learning_rate: float, batch_size: int = 10) -> Local:
+def sgd(learning_rate: float, batch_size: int = 10) -> LocalSGD:
     """Return plain mini-batch SGD.
 
     >>> sgd(0.03).mu
     0.0
     """
-    return Local(learning_rate, batch_size)
+    return LocalSGD(learning_rate, batch_size)
 
 
-def proximal(mu: float, learning_rate: float, batch_size: int = 10) -> Local:
+def proximal(mu: float, learning_rate: float, batch_size: int = 10) -> LocalSGD:
     """Return SGD with FedProx's proximal term: its gradient adds μ (w - wᵗ).
 
     >>> proximal(0.1, learning_rate=0.03).mu
     0.1
     """
-    return Local(learning_rate, batch_size, mu)
+    return LocalSGD(learning_rate, batch_size, mu)

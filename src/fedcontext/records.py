@@ -74,7 +74,7 @@ def write(
         yield record
 
 
-def read(path: str | Path) -> tuple[dict[str, Any], list[RoundRecord]]:
+def read_run(path: str | Path) -> tuple[dict[str, Any], list[RoundRecord]]:
     """Return the manifest and the rounds of a run's file; a last line cut short by a crash is passed over."""
     lines = Path(path).read_text(encoding="utf-8").split("\n")
     try:
@@ -90,7 +90,7 @@ def keep(path: Path, rounds: int) -> list[RoundRecord]:
     """Return the first ``rounds`` records of a run's file, after cutting the file behind them: to go on from there."""
     if not path.exists():
         raise FedcontextError(f"{path}: rounds 1 to {rounds} are to be kept, but the file is not there")
-    _, records = read(path)
+    _, records = read_run(path)
     if [record.number for record in records[:rounds]] != list(range(1, rounds + 1)):
         raise FedcontextError(f"{path}: rounds 1 to {rounds} are to be kept, but it holds {len(records)} in all")
     lines = path.read_text(encoding="utf-8").split("\n")

@@ -14,7 +14,7 @@ import numpy as np
 
 from fedcontext.arrays.tree import FloatArray
 from fedcontext.errors import FedcontextError, positive
-from fedcontext.geometry import Geometry, shares, surely_mild
+from fedcontext.geometry import Geometry, is_well_conditioned, shares
 
 Need: TypeAlias = Literal["gradient", "own gradients", "pool", "samples", "vectors"]
 State: TypeAlias = Any  # small and easy to save; None for a rule without memory
@@ -161,7 +161,7 @@ def solve(gram: FloatArray, right: FloatArray) -> FloatArray:
     scale = np.sqrt(np.diag(gram))
     inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
     normal = inverse[:, None] * gram * inverse
-    if surely_mild(normal, MILD):
+    if is_well_conditioned(normal, MILD):
         return np.asarray(inverse * np.linalg.solve(normal, inverse * right))
     values, vectors = np.linalg.eigh(normal)
     kept = values > CUT * max(values[-1], 0)

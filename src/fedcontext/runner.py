@@ -9,14 +9,16 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from fedcontext import checkpoint
 from fedcontext.errors import require
-from fedcontext.experiment import Experiment, to_toml
+from fedcontext.experiment import Experiment
 from fedcontext.records import RoundRecord, keep, write
 from fedcontext.simulation import Simulation, State, prepare
+from fedcontext.toml import to_toml
 
 OnRound: TypeAlias = Callable[[Experiment, RoundRecord], None]
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -40,7 +42,7 @@ def run(
         require("safetensors", extra="resume")
     simulation = prepare(experiment)
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{experiment.name}.toml").write_text(to_toml(experiment), encoding="utf-8")
+    (out / f"{experiment.name}.toml").write_text(to_toml(asdict(experiment)), encoding="utf-8")
     path, saved = out / f"{experiment.name}.jsonl", out / f"{experiment.name}.safetensors"
     state = _saved_state(simulation, saved) if resume and saved.exists() else None
     done = keep(path, state.number) if state else []
@@ -79,7 +81,7 @@ def _played(simulation: Simulation, state: State | None, saved: Path | None) -> 
 
 
 def _saved_state(simulation: Simulation, saved: Path) -> State:
-    found = checkpoint.load(saved, simulation.engine.start())
+    found = checkpoint.load(saved, simulation.engine.initial_params())
     return State(found.facts["number"], found.params, found.rule, found.facts["loss"])
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fedcontext.aggregation import Aggregation, aggregate
-from fedcontext.algorithms import Algorithm, Knobs, algorithm_named
+from fedcontext.algorithms import Algorithm, Hyperparameters, algorithm_named
 from fedcontext.arrays.tree import FloatArray, Structure, all_finite, kind_of, leaves
-from fedcontext.datasets import FederatedData, load
+from fedcontext.datasets import FederatedData, load_dataset
 from fedcontext.datasets.federated import is_everyone
 from fedcontext.engines.base import Engine, Work, engine_named
 from fedcontext.errors import FedcontextError
@@ -48,7 +48,7 @@ class Simulation:
 
     def start(self) -> State:
         """Return the state before the first round."""
-        params = self.engine.start()
+        params = self.engine.initial_params()
         return State(0, params, self.algorithm.rule.init(), self.engine.evaluate(params)[0])
 
     @np.errstate(over="ignore", invalid="ignore")  # of a run that diverges: the door refuses what is not finite
@@ -129,7 +129,7 @@ class Simulation:
         except FedcontextError:
             bad = [device for device, move in zip(everyone.tolist(), updates, strict=True) if not _finite(move)]
             if bad:
-                raise work.local.ran_away(bad) from None
+                raise work.local.divergence_error(bad) from None
             raise
 
     def _probe_weights(self, devices: IntArray) -> FloatArray:
@@ -171,8 +171,8 @@ def _finite(update: Structure) -> bool:
 
 def prepare(experiment: Experiment, data: FederatedData | None = None, engine: Engine | None = None) -> Simulation:
     """Return ``experiment`` ready to run, on its data set or on the ``data`` given, with its engine or the one given."""
-    data, given = data or load(experiment.dataset, experiment.data_seed), engine
-    start = experiment.seed if experiment.engine == "module" else 0  # of random weights
+    data, given = data or load_dataset(experiment.dataset, experiment.data_seed), engine
+    start = experiment.seed if experiment.engine == "torch" else 0  # of random weights
     named = (experiment.engine, experiment.model, experiment.device, start)
     engine = given or engine_named(named[0], data, *named[1:])
 
@@ -180,7 +180,7 @@ def prepare(experiment: Experiment, data: FederatedData | None = None, engine: E
         return measured_smoothness(data, *named) if given is None else _measured(given, data)
 
     beta = smoothness_of(experiment.smoothness, experiment.learning_rate, measured)
-    knobs = Knobs(
+    hyperparameters = Hyperparameters(
         learning_rate=experiment.learning_rate,
         smoothness=beta,
         batch_size=experiment.batch_size,
@@ -188,11 +188,11 @@ def prepare(experiment: Experiment, data: FederatedData | None = None, engine: E
         averaging=experiment.averaging,
     )
     fleet = make_fleet(profile_named(experiment.fleet), data.population, experiment.seed)
-    algorithm = algorithm_named(experiment.algorithm, knobs)
+    algorithm = algorithm_named(experiment.algorithm, hyperparameters)
     more = {name: getattr(experiment, name) for name in ("momentum", "weight_decay", "clip")}
     algorithm = replace(algorithm, local=replace(algorithm.local, **more))
-    if given is None and experiment.engine != "module":
-        algorithm.local.check_plain(experiment.engine)
+    if given is None and experiment.engine != "torch":
+        algorithm.local.check_supported(experiment.engine)
     simulation = Simulation(experiment, data, engine, algorithm, fleet)
     is_everyone(data.train, simulation.plan(1).probes)  # what cannot be planned is refused before anything is written
     return simulation
@@ -230,7 +230,7 @@ def measured_smoothness(
 
 def _measured(engine: Engine, data: FederatedData) -> float:
     everyone, weights = np.arange(data.population), shares(data.train.sizes.astype(np.float64), data.population)
-    start, params_at = as_vector(engine.start(), getattr(engine, "buffers", ()))
+    start, params_at = as_vector(engine.initial_params(), getattr(engine, "buffers", ()))
 
     def slope(vector: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return as_vector(engine.gradient(params_at(vector), everyone, weights))[0]

@@ -37,7 +37,7 @@ def in_this_process(at: Path, **settings: object) -> tuple[np.ndarray, list[fc.R
     config |= files | {name.replace("_", "-"): value for name, value in settings.items()}
     grid = MemoryGrid(numpy_client(task.train, task.gradient, task.evaluate), range(int(config["min-nodes"])), config)
     server_app.app(grid, Context(1, 1, {}, RecordDict(), config))
-    return model(at / "here.st"), fc.read(at / "here.jsonl")[1]
+    return model(at / "here.st"), fc.read_run(at / "here.jsonl")[1]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_three_rounds_over_tls_with_registered_nodes_and_a_stranger_refused(loca
     assert stranger.wait(LIMIT) != 0
     assert "412" in local.log("supernode-stranger") or "305" in local.log("supernode-stranger")
     finish(local, run)
-    records = fc.read(tmp_path / "run.jsonl")[1]
+    records = fc.read_run(tmp_path / "run.jsonl")[1]
     expected_model, expected = in_this_process(tmp_path, **SETTINGS)
     assert [record.number for record in records] == [1, 2, 3]
     assert all(sorted(record.devices) == [0, 1, 2] and not record.excluded for record in records)
@@ -77,12 +77,12 @@ def test_a_killed_server_started_again_ends_with_the_identical_model(local: Fede
     assert local.superlink is not None
     local.stop(local.superlink, signal.SIGKILL)  # the SuperLink, and the server app that it runs
     local.stop(run)
-    assert len(fc.read(tmp_path / "run.jsonl")[1]) == 1
+    assert len(fc.read_run(tmp_path / "run.jsonl")[1]) == 1
     local.start_superlink()
     finish(local, local.start_run(**settings, **files))
     expected, _ = in_this_process(tmp_path, **settings)
     assert model(tmp_path / "run.st").tobytes() == expected.tobytes()
-    assert [record.number for record in fc.read(tmp_path / "run.jsonl")[1]] == [1, 2]
+    assert [record.number for record in fc.read_run(tmp_path / "run.jsonl")[1]] == [1, 2]
 
 
 def test_a_supernode_killed_in_mid_round_is_named_and_the_round_completes(local: Federation, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_supernode_killed_in_mid_round_is_named_and_the_round_completes(local:
         finish(local, run)
     finally:
         local.start_supernode(2, 3, local.at / "node2")
-    second = fc.read(tmp_path / "run.jsonl")[1][-1]
+    second = fc.read_run(tmp_path / "run.jsonl")[1][-1]
     assert (second.number, sorted(second.devices), second.lost) == (2, [0, 1], False)
     assert second.excluded in ({2: "no answer in time"}, {2: "its node stopped answering"})
 

@@ -149,7 +149,7 @@ def strategy(tmp_path: Path, inner: FedAvg | None = None, **settings) -> Context
 def test_a_bad_device_is_left_out_and_named_and_the_rest_is_aggregated(tmp_path: Path, fault: str) -> None:
     meddle, reason = FAULTS[fault]
     found = strategy(tmp_path).start(MemoryGrid(APP, range(5), meddle=meddle), record_of(START), 1)
-    (record,) = fc.read(tmp_path / "run.jsonl")[1]
+    (record,) = fc.read_run(tmp_path / "run.jsonl")[1]
     assert record.excluded.keys() == {BAD}
     assert record.excluded[BAD].startswith(reason)
     assert sorted(record.devices) == [0, 1, 3, 4]
@@ -168,7 +168,7 @@ def test_a_leaf_that_one_gradient_has_alone_changes_nothing(tmp_path: Path) -> N
         arrays_of(strategy(tmp_path).start(MemoryGrid(APP, range(5), **meddling), record_of(START), 1).arrays)
         for meddling in ({}, {"meddle": meddle})
     ]
-    assert fc.read(tmp_path / "run.jsonl")[1][0].excluded == {}
+    assert fc.read_run(tmp_path / "run.jsonl")[1][0].excluded == {}
     assert all(models[0][name].tobytes() == models[1][name].tobytes() for name in START)
 
 
@@ -178,7 +178,7 @@ def test_a_bad_probe_is_left_out_and_named(tmp_path: Path, fault: str, probes: s
     inner = FedAvg(fraction_train=0.5, fraction_evaluate=0.0)
     grid = MemoryGrid(APP, range(4), meddle=FAULTS[fault][0])
     strategy(tmp_path, inner, probes=probes).start(grid, record_of(START), 6)
-    records = fc.read(tmp_path / "run.jsonl")[1]
+    records = fc.read_run(tmp_path / "run.jsonl")[1]
     probed = [record for record in records if BAD not in record.devices]
     assert all(record.excluded[BAD].startswith(FAULTS[fault][1]) for record in probed if record.excluded)
     assert any(record.excluded for record in probed)
@@ -194,7 +194,7 @@ def test_a_late_answer_is_not_taken_for_this_rounds(tmp_path: Path) -> None:
         return kept[:-1][-1:]  # nothing in the first round, then always the answer of the round before
 
     strategy(tmp_path).start(MemoryGrid(APP, range(4), meddle=late), record_of(START), 2)
-    first, second = fc.read(tmp_path / "run.jsonl")[1]
+    first, second = fc.read_run(tmp_path / "run.jsonl")[1]
     assert first.excluded == {BAD: "no answer in time"}
     assert second.excluded == {BAD: "no answer in time"}
 
@@ -211,7 +211,7 @@ def test_a_late_answer_of_a_device_that_was_not_asked_is_named(tmp_path: Path) -
 
     grid.meddle = meddle
     strategy(tmp_path, FedAvg(fraction_train=0.34, fraction_evaluate=0.0)).start(grid, record_of(START), 8)
-    late = [r.excluded for r in fc.read(tmp_path / "run.jsonl")[1][1:] if not kept.keys() & set(r.devices)]
+    late = [r.excluded for r in fc.read_run(tmp_path / "run.jsonl")[1][1:] if not kept.keys() & set(r.devices)]
     assert late
     assert all(excluded == {device: "answered late, or what was not asked"} for excluded in late for device in kept)
 
@@ -220,7 +220,7 @@ def test_too_few_answers_keep_the_model_and_lose_the_round(tmp_path: Path) -> No
     run = strategy(tmp_path, min_replies=4, max_lost=9)
     meddle = FAULTS["fails"][0]
     found = run.start(MemoryGrid(APP, range(4), meddle=meddle), record_of(START), 2)
-    for record in fc.read(tmp_path / "run.jsonl")[1]:
+    for record in fc.read_run(tmp_path / "run.jsonl")[1]:
         assert (record.lost, record.devices, record.weights, record.promised_change) == (True, [], [], None)
         assert record.excluded.keys() == {BAD}
     assert arrays_of(found.arrays)["w"].tobytes() == START["w"].tobytes()
@@ -240,7 +240,7 @@ def test_lost_rounds_in_a_row_end_the_run_and_one_good_round_starts_the_count_an
         fc.FedcontextError, match=r"3 rounds in a row were lost \(max_lost 3\), the last because at least 1"
     ):
         strategy(tmp_path, max_lost=3).start(grid, record_of(START), 20)
-    assert [record.lost for record in fc.read(tmp_path / "run.jsonl")[1]] == [True, True, False, True, True, True]
+    assert [record.lost for record in fc.read_run(tmp_path / "run.jsonl")[1]] == [True, True, False, True, True, True]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -252,7 +252,7 @@ def test_a_step_that_overflows_is_not_taken(tmp_path: Path) -> None:
     grid = MemoryGrid(numpy_client(far, gradient), range(3))
     found = strategy(tmp_path, rule=twice, max_lost=9).start(grid, record_of(START), 2)
     assert all(np.isfinite(array).all() for array in arrays_of(found.arrays).values())
-    assert [record.lost for record in fc.read(tmp_path / "run.jsonl")[1]] == [True, True]
+    assert [record.lost for record in fc.read_run(tmp_path / "run.jsonl")[1]] == [True, True]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -268,7 +268,7 @@ def test_an_update_too_long_to_measure_is_left_out(tmp_path: Path) -> None:
 
     grid = MemoryGrid(numpy_client(train64, gradient64), range(3))
     strategy(tmp_path).start(grid, record_of(start), 1)
-    (record,) = fc.read(tmp_path / "run.jsonl")[1]
+    (record,) = fc.read_run(tmp_path / "run.jsonl")[1]
     assert record.excluded == {BAD: "update: it is too long to be measured"}
     assert sorted(record.devices) == [0, 1]
 
@@ -293,7 +293,7 @@ def test_a_strategy_that_would_wait_for_ever_is_stopped(tmp_path: Path, monkeypa
 def test_the_cohort_leaves_room_for_the_probes(tmp_path: Path) -> None:
     grid = MemoryGrid(APP, range(4))
     strategy(tmp_path, FedAvg(fraction_train=1.0, fraction_evaluate=0.0), probes=2).start(grid, record_of(START), 1)
-    (record,) = fc.read(tmp_path / "run.jsonl")[1]
+    (record,) = fc.read_run(tmp_path / "run.jsonl")[1]
     assert (len(record.devices), record.lost) == (2, False)
     assert sorted(m.metadata.message_type for m in grid.sent[-1]) == ["query.gradient"] * 2 + ["train"] * 2
 
@@ -324,7 +324,7 @@ def test_a_bad_evaluation_is_left_out(tmp_path: Path, metrics: dict) -> None:
 
 def test_too_few_devices_to_evaluate_cost_the_evaluation_not_the_round(tmp_path: Path) -> None:
     strategy(tmp_path, FedAvg(min_evaluate_nodes=5)).start(MemoryGrid(APP, range(4)), record_of(START), 2)
-    for record in fc.read(tmp_path / "run.jsonl")[1]:
+    for record in fc.read_run(tmp_path / "run.jsonl")[1]:
         assert (len(record.devices), record.loss, record.lost) == (4, None, False)
 
 
@@ -345,14 +345,14 @@ def test_a_device_that_is_missing_shrinks_the_cohort_and_not_the_probes(tmp_path
     mute(grid, {next(iter(grid.partitions))})
     inner = FedAvg(fraction_train=0.75, fraction_evaluate=0.0)
     strategy(tmp_path, inner, probes=1).start(grid, record_of(START), 3)
-    assert [len(record.devices) for record in fc.read(tmp_path / "run.jsonl")[1]] == [2, 2, 3]
+    assert [len(record.devices) for record in fc.read_run(tmp_path / "run.jsonl")[1]] == [2, 2, 3]
 
 
 def test_a_round_without_a_device_to_train_is_lost_and_the_run_goes_on(tmp_path: Path) -> None:
     grid = MemoryGrid(APP, range(3))
     mute(grid, set(grid.partitions))
     found = strategy(tmp_path).start(grid, record_of(START), 3)
-    assert [record.lost for record in fc.read(tmp_path / "run.jsonl")[1]] == [True, True, False]
+    assert [record.lost for record in fc.read_run(tmp_path / "run.jsonl")[1]] == [True, True, False]
     assert arrays_of(found.arrays)["w"].any()
     with pytest.raises(fc.FedcontextError, match=r"2 rounds in a row were lost .* 0 connected devices said who"):
         strategy(tmp_path, max_lost=2).start(grid, record_of(START), 3)
@@ -371,7 +371,7 @@ def test_a_node_that_never_says_who_it_is_goes_by_its_node_id(tmp_path: Path) ->
     silent = next(iter(grid.partitions))
     mute(grid, {silent})
     strategy(tmp_path).start(grid, record_of(START), 4)
-    devices = [set(record.devices) for record in fc.read(tmp_path / "run.jsonl")[1]]
+    devices = [set(record.devices) for record in fc.read_run(tmp_path / "run.jsonl")[1]]
     others = set(grid.partitions.values()) - {grid.partitions[silent]}
     assert devices == [others, others, others | {silent}, others | {silent}]
     kinds = [messages[0].metadata.message_type for messages in grid.sent]

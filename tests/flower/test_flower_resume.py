@@ -50,7 +50,7 @@ def start(at: Path, grid: MemoryGrid | None = None, rule: Rule | None = None, ro
 
 
 def files(at: Path) -> tuple[bytes, list[dict]]:
-    records = [vars(record) | {"seconds": 0} for record in fc.read(at / "run.jsonl")[1]]
+    records = [vars(record) | {"seconds": 0} for record in fc.read_run(at / "run.jsonl")[1]]
     return (at / "run.safetensors").read_bytes(), records
 
 
@@ -87,7 +87,7 @@ def test_a_kill_between_record_and_checkpoint_repeats_the_round(
     with pytest.raises(Killed):
         start(tmp_path / "cut")
     monkeypatch.setattr(checkpoint, "save", save)
-    assert len(fc.read(tmp_path / "cut" / "run.jsonl")[1]) == 3
+    assert len(fc.read_run(tmp_path / "cut" / "run.jsonl")[1]) == 3
     start(tmp_path / "cut")
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
 

@@ -147,7 +147,7 @@ def test_records_and_metrics_tell_the_round(tmp_path: Path) -> None:
         return MetricRecord({"loss": 2.0 - number / 10, "accuracy": number / 10})
 
     result = strategy.start(grid, record_of(task.start(SETTINGS)), 2, evaluate_fn=judge)
-    head, records = fc.read(tmp_path / "run.jsonl")
+    head, records = fc.read_run(tmp_path / "run.jsonl")
     assert head["settings"]["algorithm"] == "FedAvg, contextual"
     for number, record in enumerate(records, 1):
         metrics = result.train_metrics_clientapp[number]

@@ -15,7 +15,7 @@ from fedcontext.results.export import SCHEMA, export
 def test_one_row_a_round_with_the_documented_columns(runs: Path) -> None:
     table = fc.load_runs(runs)
     assert list(table) == list(SCHEMA)
-    records = [(path.stem, record) for path in sorted(runs.glob("*.jsonl")) for record in fc.read(path)[1]]
+    records = [(path.stem, record) for path in sorted(runs.glob("*.jsonl")) for record in fc.read_run(path)[1]]
     assert list(zip(table["run"], table["number"], table["loss"], strict=True)) == [
         (name, record.number, record.loss) for name, record in records
     ]

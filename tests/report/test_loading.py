@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcontext.errors import FedcontextError
-from fedcontext.records import RoundRecord, read
+from fedcontext.records import RoundRecord, read_run
 from fedcontext.report.html import to_json
 from fedcontext.report.page_data import content
 from fedcontext.results.reader import load, load_run
@@ -25,7 +25,7 @@ RECORDS = st.dictionaries(FIELDS, ANY_JSON | st.lists(st.integers() | st.floats(
 
 def test_whole_files_read_the_same_as_by_the_strict_reader(runs: Path) -> None:
     for path in runs.glob("*.jsonl"):
-        head, records = read(path)
+        head, records = read_run(path)
         run = load_run(path)
         assert run.settings == head["settings"]
         assert run.problems == []

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from fedcontext.cli import app
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment, settings_from_toml
-from fedcontext.records import read
+from fedcontext.records import read_run
 from fedcontext.report import write
 from fedcontext.report.downsample import thin
 from fedcontext.report.html import to_html, to_json
@@ -57,8 +57,8 @@ def test_the_page_agrees_with_the_summary(runs: Path) -> None:
     scene = content(*load([runs]))["scenes"][0]
     assert [group["label"] for group in scene["groups"]] == list(ALGORITHMS)
     for group in scene["groups"]:
-        files = [path for path in runs.glob("*.jsonl") if read(path)[0]["settings"]["algorithm"] == group["label"]]
-        summaries = [summarise(read(path)[1], scene["levels"]) for path in files]
+        files = [path for path in runs.glob("*.jsonl") if read_run(path)[0]["settings"]["algorithm"] == group["label"]]
+        summaries = [summarise(read_run(path)[1], scene["levels"]) for path in files]
         assert group["final"]["loss"] == pytest.approx(np.mean([s.loss for s in summaries]), rel=1e-4)
         assert group["final"]["accuracy"] == pytest.approx(np.mean([s.accuracy for s in summaries]), rel=1e-4)
         assert group["final"]["swing"] == pytest.approx(np.mean([s.swing for s in summaries]), rel=1e-4)

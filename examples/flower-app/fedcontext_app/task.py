@@ -12,17 +12,17 @@ from fedcontext.engines.softmax import SoftmaxReference
 
 def algorithm(config: UserConfig) -> Algorithm:
     rate = float(config["learning-rate"])
-    knobs = fc.Knobs(
+    hyperparameters = fc.Hyperparameters(
         learning_rate=rate,
         smoothness=float(config["smoothness"]) or 1 / rate,
         batch_size=int(config["batch-size"]),
         mu=float(config["mu"]),
     )
-    return algorithm_named(str(config["algorithm"]), knobs)
+    return algorithm_named(str(config["algorithm"]), hyperparameters)
 
 
 def start(config: UserConfig) -> dict[str, np.ndarray]:
-    return {"softmax": SoftmaxReference(fc.load(str(config["dataset"]))).start()}
+    return {"softmax": SoftmaxReference(fc.load_dataset(str(config["dataset"]))).initial_params()}
 
 
 def train(params: dict[str, np.ndarray], config: dict, context: Context) -> tuple[dict[str, np.ndarray], int]:
@@ -48,7 +48,7 @@ def evaluate(params: dict[str, np.ndarray], context: Context) -> dict[str, float
 
 def own_data(context: Context) -> tuple[int, FederatedData]:
     """Return which device this node plays, and the data set it has a share of."""
-    return int(context.node_config["partition-id"]), fc.load(str(context.run_config["dataset"]))
+    return int(context.node_config["partition-id"]), fc.load_dataset(str(context.run_config["dataset"]))
 
 
 def only(data: FederatedData, device: int) -> FederatedData:

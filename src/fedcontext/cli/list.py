@@ -20,10 +20,10 @@ data_app = typer.Typer(
 
 def algorithms(as_json: AsJson = False) -> None:
     """List the algorithms, and what each needs from devices beyond their updates."""
-    knobs = table_of.Knobs(learning_rate=1, smoothness=1)
+    hyperparameters = table_of.Hyperparameters(learning_rate=1, smoothness=1)
     rows = []
     for name, make in table_of.ALGORITHMS.items():
-        made = make(knobs)
+        made = make(hyperparameters)
         local = "proximal SGD" if made.local.mu else "SGD"
         rows.append((name, local, made.rule.name, ", ".join(sorted(made.rule.needs)) or "nothing"))
     if as_json:

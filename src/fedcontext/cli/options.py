@@ -55,12 +55,12 @@ EngineName = Annotated[
     ),
 ]
 Model = Annotated[
-    str | None, typer.Option(help="softmax, logistic, cnn or resnet18 (engine module). [default: softmax]")
+    str | None, typer.Option(help="softmax, logistic, cnn or resnet18 (engine 'torch'). [default: softmax]")
 ]
-Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda (engine module). [default: auto]")]
-Momentum = Annotated[float | None, typer.Option(help="Of local SGD (engine module). [default: 0]")]
-Decay = Annotated[float | None, typer.Option("--weight-decay", help="Of local SGD (engine module). [default: 0]")]
-Clip = Annotated[float | None, typer.Option(help="Largest norm of a gradient (engine module); 0: any. [default: 0]")]
+Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda (engine 'torch'). [default: auto]")]
+Momentum = Annotated[float | None, typer.Option(help="Of local SGD (engine 'torch'). [default: 0]")]
+Decay = Annotated[float | None, typer.Option("--weight-decay", help="Of local SGD (engine 'torch'). [default: 0]")]
+Clip = Annotated[float | None, typer.Option(help="Largest norm of a gradient (engine 'torch'); 0: any. [default: 0]")]
 Out = Annotated[Path, typer.Option("--out", help="Directory for records and the TOML files that repeat the runs.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")]
 AsJson = Annotated[bool, typer.Option("--json", help="The result as JSON on standard output.")]

@@ -28,19 +28,19 @@ __all__ = [
     "dirichlet",
     "federate",
     "iid",
-    "load",
+    "load_dataset",
     "power_law",
     "shards",
 ]
 
 
 @lru_cache(maxsize=2)
-def load(name: str, seed: int = 0) -> FederatedData:
+def load_dataset(name: str, seed: int = 0) -> FederatedData:
     """Return a data set by its name; ``seed`` decides what is drawn in generating or partitioning it.
 
-    >>> load("synthetic-iid").population
+    >>> load_dataset("synthetic-iid").population
     30
-    >>> load("no-such-data")
+    >>> load_dataset("no-such-data")
     Traceback (most recent call last):
     ...
     fedcontext.errors.FedcontextError: dataset must be one of synthetic-iid, synthetic-A-B, synthetic-A-B-N, mnist, femnist, leaf:PATH, got 'no-such-data'

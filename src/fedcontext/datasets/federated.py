@@ -50,7 +50,7 @@ class DrawnSplit:
 
     sizes: IntArray  # (N,)
     draw: Callable[[int], Samples]
-    judges: Split  # the training samples of a fixed sample of devices, on which models are evaluated
+    evaluation: Split  # the training samples of a fixed sample of devices, on which models are evaluated
 
     def device(self, device: int) -> Samples:
         """Return the features and labels of one device: the same at every call."""
@@ -58,7 +58,7 @@ class DrawnSplit:
 
     def each(self, change: Callable[[Samples], Samples]) -> DrawnSplit:
         """Return the split with its samples changed, as they are drawn."""
-        return DrawnSplit(self.sizes, lambda device: change(self.draw(device)), self.judges.each(change))
+        return DrawnSplit(self.sizes, lambda device: change(self.draw(device)), self.evaluation.each(change))
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,13 +67,13 @@ class FederatedData:
 
     name: str
     train: Split | DrawnSplit
-    test: Split  # of all devices, or of the judges
+    test: Split  # of all devices, or of the evaluation devices
     classes: int
 
     @property
-    def judged(self) -> Split:
+    def evaluation_split(self) -> Split:
         """The training samples on which models are evaluated: all, unless they are made on demand."""
-        return judged(self.train)
+        return evaluation_split(self.train)
 
     @property
     def population(self) -> int:
@@ -83,12 +83,12 @@ class FederatedData:
     @property
     def dimension(self) -> int:
         """Return d, the number of features."""
-        return int(self.judged.features.shape[1])
+        return int(self.evaluation_split.features.shape[1])
 
 
-def judged(train: Split | DrawnSplit) -> Split:
+def evaluation_split(train: Split | DrawnSplit) -> Split:
     """Return the part of a training side on which models are evaluated."""
-    return train if isinstance(train, Split) else train.judges
+    return train if isinstance(train, Split) else train.evaluation
 
 
 def is_everyone(train: Split | DrawnSplit, devices: IntArray) -> bool:

@@ -19,7 +19,7 @@ from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray, Stream, generator
 
 DIMENSION, CLASSES = 60, 10
-JUDGES = 100  # devices on which a model is evaluated where data is made on demand
+EVALUATION_DEVICES = 100  # devices on which a model is evaluated where data is made on demand
 
 
 def synthetic(
@@ -50,15 +50,17 @@ def synthetic(
 
     name = "synthetic-iid" if iid else f"synthetic-{a:g}-{b:g}"
     if on_demand:
-        judges = np.sort(generator(seed, 3, Stream.DATA).choice(devices, min(JUDGES, devices), replace=False))
-        return _on_demand(f"{name}-{devices}", sizes, draw, judges.tolist())
+        evaluation = np.sort(
+            generator(seed, 3, Stream.DATA).choice(devices, min(EVALUATION_DEVICES, devices), replace=False)
+        )
+        return _on_demand(f"{name}-{devices}", sizes, draw, evaluation.tolist())
     parts = [draw(k) for k in range(devices)]
     rows = np.split(np.arange(sizes.sum()), np.cumsum(sizes)[:-1])
     features, labels = (np.concatenate(side) for side in zip(*parts, strict=True))
     return federate(features, labels, rows, name=name, classes=CLASSES)
 
 
-def _on_demand(name: str, sizes: IntArray, draw: Callable[[int], Samples], judges: list[int]) -> FederatedData:
+def _on_demand(name: str, sizes: IntArray, draw: Callable[[int], Samples], evaluation: list[int]) -> FederatedData:
     counts = kept_for_training(sizes)
 
     def training(k: int) -> Samples:
@@ -69,8 +71,8 @@ def _on_demand(name: str, sizes: IntArray, draw: Callable[[int], Samples], judge
         features, labels = draw(k)
         return features[counts[k] :], labels[counts[k] :]
 
-    train = DrawnSplit(counts, training, join([training(k) for k in judges]))
-    return FederatedData(name, train, join([test(k) for k in judges]), CLASSES)
+    train = DrawnSplit(counts, training, join([training(k) for k in evaluation]))
+    return FederatedData(name, train, join([test(k) for k in evaluation]), CLASSES)
 
 
 def _device(

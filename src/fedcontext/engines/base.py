@@ -10,7 +10,7 @@ from fedcontext.arrays.tree import FloatArray, Structure
 from fedcontext.datasets.federated import FederatedData
 from fedcontext.engines.softmax import SoftmaxReference
 from fedcontext.errors import FedcontextError, require
-from fedcontext.local_sgd import Local
+from fedcontext.local_sgd import LocalSGD
 from fedcontext.plan import IntArray
 
 
@@ -22,13 +22,13 @@ class Work:
     number: int
     devices: IntArray  # (K,)
     epochs: IntArray  # (K,)
-    local: Local
+    local: LocalSGD
 
 
 class Engine(Protocol):
     """Trains devices, asks them for gradients, and evaluates a model over all of them."""
 
-    def start(self) -> Structure:
+    def initial_params(self) -> Structure:
         """Return the params that a run starts from."""
         ...
 
@@ -50,10 +50,10 @@ class Engine(Protocol):
 
 
 def _fast(data: FederatedData) -> Engine:
-    require("numba", extra="fast")
-    from fedcontext.engines.numba.engine import SoftmaxFast
+    require("numba", extra="numba")
+    from fedcontext.engines.numba.engine import SoftmaxNumba
 
-    return SoftmaxFast(data)
+    return SoftmaxNumba(data)
 
 
 def _ray(data: FederatedData) -> Engine:
@@ -65,45 +65,45 @@ def _ray(data: FederatedData) -> Engine:
 
 def _module(data: FederatedData, model: str = "softmax", device: str = "auto", seed: int = 0) -> Engine:
     require("torch", extra="torch")
-    from fedcontext.engines.torch.engine import module_engine
+    from fedcontext.engines.torch.engine import torch_engine
 
-    return module_engine(data, model, device, seed)
+    return torch_engine(data, model, device, seed)
 
 
 ENGINES: dict[str, Callable[[FederatedData], Engine]] = {
     "reference": SoftmaxReference,
-    "fast": _fast,
-    "module": _module,
+    "numba": _fast,
+    "torch": _module,
     "ray": _ray,
 }
 
 
 def engine_named(name: str, data: FederatedData, model: str = "softmax", device: str = "auto", seed: int = 0) -> Engine:
-    """Return an engine of the table, ready to work on ``data``; only "module" knows other models and devices.
+    """Return an engine of the table, ready to work on ``data``; only "torch" knows other models and devices.
 
-    >>> from fedcontext.datasets import load
-    >>> engine_named("reference", load("synthetic-iid")).start().shape
+    >>> from fedcontext.datasets import load_dataset
+    >>> engine_named("reference", load_dataset("synthetic-iid")).initial_params().shape
     (61, 10)
     """
     if name not in ENGINES:
         raise FedcontextError(f"engine must be one of {', '.join(ENGINES)}, got {name!r}")
     _check(data)
-    if name == "module":
+    if name == "torch":
         return _module(data, model, device, seed)
     for what, asked, only in (("model", model, ("softmax", "logistic")), ("device", device, ("auto", "cpu"))):
         if asked not in only:
-            raise FedcontextError(f"{what} {asked} needs engine module, got {name!r}")
+            raise FedcontextError(f"{what} {asked} needs engine 'torch', got {name!r}")
     return ENGINES[name](data)
 
 
 def _check(data: FederatedData) -> None:
     if (data.train.sizes < 1).any():
         raise FedcontextError(f"device {int(data.train.sizes.argmin())} has no training samples")
-    if len(data.test.sizes) != len(data.judged.sizes):
+    if len(data.test.sizes) != len(data.evaluation_split.sizes):
         raise FedcontextError(
-            f"train and test must have the same devices, got {len(data.judged.sizes)} and {len(data.test.sizes)}"
+            f"train and test must have the same devices, got {len(data.evaluation_split.sizes)} and {len(data.test.sizes)}"
         )
-    for side, split in (("train", data.judged), ("test", data.test)):
+    for side, split in (("train", data.evaluation_split), ("test", data.test)):
         if split.features.shape != (len(split.labels), data.dimension):
             raise FedcontextError(
                 f"{side} features must be ({len(split.labels)}, {data.dimension}), got {split.features.shape}"

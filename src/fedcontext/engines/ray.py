@@ -35,7 +35,7 @@ class SoftmaxRay:
         from fedcontext.engines.base import engine_named
 
         self.data, self.ray = data, _started()
-        name = engine or ("fast" if find_spec("numba") else "reference")
+        name = engine or ("numba" if find_spec("numba") else "reference")
         self.here = engine_named(name, data)
         count = workers or max(1, int(self.ray.cluster_resources().get("CPU", 1)))
         sent = self.ray.put(data)
@@ -44,14 +44,14 @@ class SoftmaxRay:
         self._new_worker: Callable[[], Any] = lambda: make.remote(sent, name)
         self.workers = [self._new_worker() for _ in range(count)]
 
-    def start(self) -> Matrix:
+    def initial_params(self) -> Matrix:
         """Return zeros: every class equally likely."""
-        start: Matrix = self.here.start()
+        start: Matrix = self.here.initial_params()
         return start
 
     def train(self, params: Matrix, work: Work) -> list[Matrix]:
         """Return each device's update, from the workers."""
-        work.local.check_plain("ray")
+        work.local.check_supported("ray")
         check_devices(self.data.train, work.devices)
         sent, cost = self.ray.put(params), work.epochs * self.data.train.sizes[work.devices]
 

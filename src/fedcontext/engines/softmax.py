@@ -12,7 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from fedcontext.arrays.tree import FloatArray
-from fedcontext.datasets.federated import Features, FederatedData, Samples, Split, check_devices, is_everyone, judged
+from fedcontext.datasets.federated import (
+    Features,
+    FederatedData,
+    Samples,
+    Split,
+    check_devices,
+    evaluation_split,
+    is_everyone,
+)
 from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray, batches
 
@@ -100,14 +108,14 @@ class SoftmaxReference:
     def _cast(self, samples: Samples) -> Samples:
         return samples[0].astype(self.dtype, copy=False), samples[1]
 
-    def start(self) -> Matrix:
+    def initial_params(self) -> Matrix:
         """Return zeros: every class equally likely."""
         return np.zeros((self.data.dimension + 1, self.data.classes), self.dtype)
 
     def train(self, params: Matrix, work: Work) -> list[Matrix]:
         """Return each device's update: mini-batch SGD on F_k(w) + (μ/2)‖w - wᵗ‖² from ``params``."""
-        work.local.check_plain("reference")
-        check_params(params, self.start())
+        work.local.check_supported("reference")
+        check_params(params, self.initial_params())
         check_devices(self.train_split, work.devices)
         pairs = zip(work.devices.tolist(), work.epochs.tolist(), strict=True)
         return [self._train_device(params, device, epochs, work) for device, epochs in pairs]
@@ -125,16 +133,16 @@ class SoftmaxReference:
 
     def gradients(self, params: Matrix, devices: IntArray) -> list[Matrix]:
         """Return ∇F_k(params) of each device."""
-        check_params(params, self.start())
+        check_params(params, self.initial_params())
         check_devices(self.train_split, devices)
         return [gradient(params, *self.train_split.device(int(device))) for device in devices]
 
     def gradient(self, params: Matrix, devices: IntArray, weights: FloatArray) -> Matrix:
         """Return Σ weights ∇F_k(params): one pass over the data where everyone is asked, device by device else."""
-        check_params(params, self.start())
+        check_params(params, self.initial_params())
         if not is_everyone(self.train_split, devices):
             return weighted_sum(weights, self.gradients(params, devices))
-        train, total = judged(self.train_split), np.zeros(params.shape)
+        train, total = evaluation_split(self.train_split), np.zeros(params.shape)
         each = np.repeat(weights / train.sizes, train.sizes).astype(self.dtype)
         for rows in _blocks(train):
             total += gradient(params, train.features[rows], train.labels[rows], each[rows])
@@ -142,8 +150,8 @@ class SoftmaxReference:
 
     def evaluate(self, params: Matrix) -> tuple[float, float]:
         """Return the mean loss over all training samples and the share of all test samples classified right."""
-        check_params(params, self.start())
-        train, test = judged(self.train_split), self.test_split
+        check_params(params, self.initial_params())
+        train, test = evaluation_split(self.train_split), self.test_split
         loss = sum(float(losses(params, train.features[b], train.labels[b]).sum(dtype=float)) for b in _blocks(train))
         right = sum(int((_guess(params, test.features[b]) == test.labels[b]).sum()) for b in _blocks(test))
         return loss / len(train.labels), right / max(1, len(test.labels))

@@ -11,7 +11,7 @@ from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
 from fedcontext.paper.experiments import SEEDS, Line, Study, runs_of
 from fedcontext.paper.figures import Book, draw_sheet
-from fedcontext.records import RoundRecord, read
+from fedcontext.records import RoundRecord, read_run
 from fedcontext.runner import OnRound, run_all
 
 
@@ -47,6 +47,6 @@ def _complete(experiment: Experiment, out: Path) -> list[RoundRecord] | None:
     """Return the records of a complete run: the engine's that was asked for, or another's, which does the same work."""
     for engine in dict.fromkeys((experiment.engine, *ENGINES)):
         path = out / f"{replace(experiment, engine=engine).name}.jsonl"
-        if path.is_file() and len(records := read(path)[1]) == experiment.rounds:
+        if path.is_file() and len(records := read_run(path)[1]) == experiment.rounds:
             return records
     return None

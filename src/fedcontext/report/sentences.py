@@ -9,6 +9,7 @@ from typing import Any
 
 from fedcontext.report.groups import Group, algorithm_of, seed_of
 from fedcontext.results.reader import Run
+from fedcontext.toml import to_toml
 
 NAMED = 6  # algorithms that a sentence lists before it only counts them
 
@@ -66,16 +67,6 @@ def repeats(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def to_toml(settings: dict[str, Any]) -> str:
-    """Return settings as TOML.
-
-    >>> print(to_toml({"seeds": [0, 1], "dataset": "mnist"}), end="")
-    seeds = [0, 1]
-    dataset = "mnist"
-    """
-    return "".join(f"{_key(name)} = {_toml(value)}\n" for name, value in settings.items() if value is not None)
-
-
 def listed(names: Sequence[str]) -> str:
     """Return names as a sentence has them.
 
@@ -88,17 +79,3 @@ def listed(names: Sequence[str]) -> str:
 def _span(counts: set[int], noun: str) -> str:
     low, high = min(counts), max(counts)
     return (f"{low}" if low == high else f"{low} to {high}") + f" {noun}{'s' * (high != 1)}"
-
-
-def _key(name: str) -> str:
-    return name if name.isascii() and name.replace("_", "").replace("-", "").isalnum() else json.dumps(name)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return (
-            "{" + ", ".join(f"{_key(key)} = {_toml(child)}" for key, child in value.items() if child is not None) + "}"
-        )
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(child) for child in value) + "]"
-    return json.dumps(value)

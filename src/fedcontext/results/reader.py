@@ -1,6 +1,6 @@
 """Runs from files, whatever state those are in: what cannot be used is passed over, and said.
 
-`fedcontext.read` is for files that must be whole. Here a crash may have cut a line, another program may have written
+`fedcontext.read_run` is for files that must be whole. Here a crash may have cut a line, another program may have written
 the records, and a device may be called anything: every value comes back with the type it should have, or as None.
 """
 

@@ -10,7 +10,15 @@ import numpy.typing as npt
 
 from fedcontext import plan
 from fedcontext.arrays.tree import FloatArray
-from fedcontext.datasets.federated import FederatedData, Samples, Split, check_devices, is_everyone, join, judged
+from fedcontext.datasets.federated import (
+    FederatedData,
+    Samples,
+    Split,
+    check_devices,
+    evaluation_split,
+    is_everyone,
+    join,
+)
 from fedcontext.engines.numba.draws import compiled_orders, entropy
 from fedcontext.engines.numba.kernels import sweep
 from fedcontext.engines.numba.scheduler import Cohort, Step, descend_all
@@ -45,7 +53,7 @@ class Side(NamedTuple):
         return self.found.leans.size > 0
 
 
-class SoftmaxFast:
+class SoftmaxNumba:
     """Does what `SoftmaxReference` does, to rounding."""
 
     def __init__(self, data: FederatedData, dtype: npt.DTypeLike = np.float32) -> None:
@@ -62,17 +70,19 @@ class SoftmaxFast:
         self._wanted = False  # whether it has been asked for since the last evaluation
         with announced("the fast engine (about ten seconds)"):
             self._drawn = compiled_orders() is not plan.orders  # whether compiled code can draw the batch orders
-            self.train_side, self.test_side = (_side(split) for split in (judged(self.train_split), self.test_split))
+            self.train_side, self.test_side = (
+                _side(split) for split in (evaluation_split(self.train_split), self.test_split)
+            )
             self._nothing = sparse(self.train_side.features[:0])  # of devices whose samples are drawn on demand
             self._compile()
 
-    def start(self) -> Matrix:
+    def initial_params(self) -> Matrix:
         """Return zeros: every class equally likely."""
         return self._start.copy()
 
     def train(self, params: Matrix, work: Work) -> list[Matrix]:
         """Return each device's update: mini-batch SGD on F_k(w) + (μ/2)‖w - wᵗ‖² from ``params``."""
-        work.local.check_plain("fast")
+        work.local.check_supported("numba")
         check_devices(self.train_split, work.devices)
         params, (side, firsts) = self._checked(params), self._samples(work.devices)
         updates = np.empty((len(work.devices), *params.shape), self.dtype)
@@ -85,7 +95,7 @@ class SoftmaxFast:
         """Return samples among which are those of these devices, and where each device's begin."""
         split = self.train_split
         if isinstance(split, Split) or not len(devices):
-            return self.train_side, judged(split).offsets[devices]
+            return self.train_side, evaluation_split(split).offsets[devices]
         drawn = join(on_all_cores(split.device, devices.tolist())).each(self._laid_out)
         return Side(drawn.features, drawn.labels, self._nothing), drawn.offsets[:-1]
 

@@ -18,10 +18,10 @@ from fedcontext.engines.torch.convolutions import Convolutions, converted, hindr
 from fedcontext.engines.torch.models import model_named
 from fedcontext.engines.torch.stage import Speed
 from fedcontext.engines.torch.task import (
-    Learner,
     Loss,
     Params,
     Precision,
+    Task,
     cross_entropy,
     device_named,
     first_line,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 PASS = {"cpu": 2**16, "cuda": 2**23}
 
 
-class ModuleEngine:
+class TorchEngine:
     """Trains a module on every device's data. The module given is copied, never changed.
 
     Args:
@@ -62,9 +62,9 @@ class ModuleEngine:
             train at once on a GPU that can, else library.
 
     >>> import fedcontext as fc
-    >>> data = fc.load("synthetic-iid")
-    >>> engine = ModuleEngine(data, lambda: nn.Sequential(nn.Linear(60, 16), nn.ReLU(), nn.Linear(16, 10)))
-    >>> list(engine.start())
+    >>> data = fc.load_dataset("synthetic-iid")
+    >>> engine = TorchEngine(data, lambda: nn.Sequential(nn.Linear(60, 16), nn.ReLU(), nn.Linear(16, 10)))
+    >>> list(engine.initial_params())
     ['0.weight', '0.bias', '2.weight', '2.bias']
     >>> experiment = fc.Experiment(algorithm="fedavg", rounds=2, epochs=(1, 1), learning_rate=0.1, momentum=0.9)
     >>> records = [record for _, record in fc.prepare(experiment, data, engine).play()]
@@ -93,10 +93,10 @@ class ModuleEngine:
             raise FedcontextError(f"chunk must be at least 1, got {chunk}")
         if not isinstance(data.train, Split):
             raise FedcontextError(
-                "engine module keeps all samples in one place, got data made on demand: use engine fast"
+                "engine 'torch' keeps all samples in one place, got data made on demand: use engine 'numba'"
             )
         self.data, self.split = data, data.train
-        self.learner = Learner(
+        self.task = Task(
             data,
             self.split,
             module,
@@ -107,33 +107,33 @@ class ModuleEngine:
             convolutions=convolutions,
             seed=seed,
         )
-        hindrance = obstacle(self.learner.module)
+        hindrance = obstacle(self.task.module)
         if at_once and hindrance:
             raise FedcontextError(hindrance)
-        on_gpu = self.learner.device.type == "cuda"
+        on_gpu = self.task.device.type == "cuda"
         self.at_once = on_gpu and not hindrance if at_once is None else at_once
-        if convolutions == "auto" and self.at_once and hindrance_to_fused(self.learner.device) is None:
-            converted(self.learner.module, "fused")
-        if convolutions == "fused" and on_gpu and (reason := hindrance_to_fused(self.learner.device)):
+        if convolutions == "auto" and self.at_once and hindrance_to_fused(self.task.device) is None:
+            converted(self.task.module, "fused")
+        if convolutions == "fused" and on_gpu and (reason := hindrance_to_fused(self.task.device)):
             raise FedcontextError(f"convolutions='fused' is not to be had here ({reason}): take 'slices'")
-        self.stacked = AtOnce(self.learner, self.split, chunk, speed)
-        self.buffers = self.learner.constants  # leaves for the door to average: no gradient moves them
-        self.rows = max(16, min(4096, PASS.get(self.learner.device.type, 2**16) // max(1, data.dimension)))
+        self.stacked = AtOnce(self.task, self.split, chunk, speed)
+        self.buffers = self.task.constants  # leaves for the door to average: no gradient moves them
+        self.rows = max(16, min(4096, PASS.get(self.task.device.type, 2**16) // max(1, data.dimension)))
 
-    def start(self) -> dict[str, Tensor]:
+    def initial_params(self) -> dict[str, Tensor]:
         """Return a copy of the module's ``state_dict``."""
-        return self.learner.start()
+        return self.task.initial_params()
 
     def train(self, params: Params, work: Work) -> list[dict[str, Tensor]]:
         """Return each device's update after local training from ``params``, buffers included."""
-        self.learner.check(params)
+        self.task.check(params)
         self._check_devices(work.devices)
         if not len(work.devices):
             return []
         if self.at_once:
             with _explained("all at once", "; one device after another it may work: at_once=False"):
                 moved, sound = self.stacked.train(params, work)
-            still = {name: torch.zeros_like(params[name]) for name in self.learner.constants}
+            still = {name: torch.zeros_like(params[name]) for name in self.task.constants}
             moved = [{**moves, **still} for moves in moved]
         else:
             pairs = zip(work.devices.tolist(), work.epochs.tolist(), strict=True)
@@ -143,19 +143,19 @@ class ModuleEngine:
         return [{name: moves[name] for name in params} for moves in moved]
 
     def _train_device(self, params: Params, device: int, epochs: int, work: Work) -> dict[str, Tensor]:
-        learner, local, rows = self.learner, work.local, self.split.rows(device)
+        task, local, rows = self.task, work.local, self.split.rows(device)
         own = {name: tensor.clone() for name, tensor in params.items()}
-        moving = [own[name].requires_grad_() for name in learner.trainable]
-        anchors = [params[name] for name in learner.trainable]
+        moving = [own[name].requires_grad_() for name in task.trainable]
+        anchors = [params[name] for name in task.trainable]
         optimiser = torch.optim.SGD(
             moving, lr=local.learning_rate, momentum=local.momentum, weight_decay=local.weight_decay
         )
         draw = int(generator(work.seed, work.number, Stream.DROPOUT, device).integers(2**62))
-        with learner.mode(training=True), seeded(learner.device, draw), _explained(f"device {device}"):
-            features, labels = learner.features[rows], learner.labels[rows]
+        with task.mode(training=True), seeded(task.device, draw), _explained(f"device {device}"):
+            features, labels = task.features[rows], task.labels[rows]
             for batch in batches(work.seed, work.number, device, len(labels), epochs, local.batch_size):
-                at = torch.from_numpy(batch).to(learner.device)
-                loss = learner.losses(own, features[at], labels[at]).mean()
+                at = torch.from_numpy(batch).to(task.device)
+                loss = task.losses(own, features[at], labels[at]).mean()
                 slopes = torch.autograd.grad(loss, moving, allow_unused=True, materialize_grads=True)
                 for leaf, slope in zip(moving, slopes, strict=True):
                     leaf.grad = slope
@@ -169,7 +169,7 @@ class ModuleEngine:
 
     def gradients(self, params: Params, devices: IntArray) -> list[dict[str, Tensor]]:
         """Return ∇F_k(params) of each device, the module in its evaluation mode (no dropout, saved statistics)."""
-        self.learner.check(params)
+        self.task.check(params)
         self._check_devices(devices)
         if self.at_once:
             with _explained("all at once", "; one device after another it may work: at_once=False"):
@@ -178,47 +178,47 @@ class ModuleEngine:
 
     def gradient(self, params: Params, devices: IntArray, weights: FloatArray) -> dict[str, Tensor]:
         """Return Σ weights ∇F_k(params): one pass over the devices' data, as if it were one device's."""
-        self.learner.check(params)
+        self.task.check(params)
         self._check_devices(devices)
-        learner, sizes = self.learner, self.split.sizes[devices]
+        task, sizes = self.task, self.split.sizes[devices]
         firsts = self.split.offsets[devices] - (np.cumsum(sizes) - sizes)
-        at = torch.from_numpy(np.arange(sizes.sum()) + np.repeat(firsts, sizes)).to(learner.device)
-        each = torch.from_numpy(np.repeat(weights / sizes, sizes)).to(learner.device, learner.dtype)
+        at = torch.from_numpy(np.arange(sizes.sum()) + np.repeat(firsts, sizes)).to(task.device)
+        each = torch.from_numpy(np.repeat(weights / sizes, sizes)).to(task.device, task.dtype)
         own = {name: tensor.detach().clone() for name, tensor in params.items()}
-        moving = [own[name].requires_grad_() for name in learner.trainable]
+        moving = [own[name].requires_grad_() for name in task.trainable]
         totals = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in moving]
 
         def attempt(start: int, stop: int) -> None:
             rows = at[start:stop]
-            loss = learner.losses(own, learner.features[rows], learner.labels[rows]) @ each[start:stop]
+            loss = task.losses(own, task.features[rows], task.labels[rows]) @ each[start:stop]
             slopes = torch.autograd.grad(loss, moving, allow_unused=True, materialize_grads=True)
             for total, slope in zip(totals, slopes, strict=True):
                 total += slope
 
-        with learner.mode(training=False):
+        with task.mode(training=False):
             in_chunks(len(at), self.rows, attempt, "taking gradients of samples")
-        return {name: total.to(learner.dtype) for name, total in zip(learner.trainable, totals, strict=True)}
+        return {name: total.to(task.dtype) for name, total in zip(task.trainable, totals, strict=True)}
 
     @torch.no_grad()
     def evaluate(self, params: Params) -> tuple[float, float]:
         """Return the mean loss over all training samples and the share of all test samples classified right."""
-        learner = self.learner
-        learner.check(params)
-        loss = torch.zeros((), dtype=torch.float64, device=learner.device)
-        right = torch.zeros((), dtype=torch.int64, device=learner.device)
+        task = self.task
+        task.check(params)
+        loss = torch.zeros((), dtype=torch.float64, device=task.device)
+        right = torch.zeros((), dtype=torch.int64, device=task.device)
 
         def lose(start: int, stop: int) -> None:
-            found = learner.losses(params, learner.features[start:stop], learner.labels[start:stop])
+            found = task.losses(params, task.features[start:stop], task.labels[start:stop])
             loss.add_(found.sum(dtype=torch.float64))
 
         def judge(start: int, stop: int) -> None:
-            guesses = learner.outputs(params, learner.test_features[start:stop]).argmax(dim=1)
-            right.add_((guesses == learner.test_labels[start:stop]).sum())
+            guesses = task.outputs(params, task.test_features[start:stop]).argmax(dim=1)
+            right.add_((guesses == task.test_labels[start:stop]).sum())
 
-        with learner.mode(training=False):
-            in_chunks(len(learner.labels), self.rows, lose, "evaluating samples")
-            in_chunks(len(learner.test_labels), self.rows, judge, "evaluating samples")
-        return float(loss) / len(learner.labels), int(right) / max(1, len(learner.test_labels))
+        with task.mode(training=False):
+            in_chunks(len(task.labels), self.rows, lose, "evaluating samples")
+            in_chunks(len(task.test_labels), self.rows, judge, "evaluating samples")
+        return float(loss) / len(task.labels), int(right) / max(1, len(task.test_labels))
 
     def _check_devices(self, devices: IntArray) -> None:
         check_devices(self.split, devices)
@@ -230,18 +230,18 @@ class ModuleEngine:
         """Name the devices whose training ran away: nothing of theirs may reach an aggregation."""
         bad = work.devices[~torch.stack(sound).cpu().numpy()]
         if len(bad):
-            raise work.local.ran_away(bad.tolist())
+            raise work.local.divergence_error(bad.tolist())
 
 
-def module_engine(data: FederatedData, model: str = "softmax", device: str = "auto", seed: int = 0) -> ModuleEngine:
+def torch_engine(data: FederatedData, model: str = "softmax", device: str = "auto", seed: int = 0) -> TorchEngine:
     """Return the engine for a model of the table, its samples in the shape that it takes.
 
     >>> import fedcontext as fc
-    >>> module_engine(fc.load("synthetic-iid"), "logistic", device="cpu").at_once
+    >>> torch_engine(fc.load_dataset("synthetic-iid"), "logistic", device="cpu").at_once
     False
     """
     factory, shape = model_named(model, data.dimension, data.classes)
-    return ModuleEngine(data, factory, input_shape=shape, device=device, seed=seed)
+    return TorchEngine(data, factory, input_shape=shape, device=device, seed=seed)
 
 
 @contextmanager

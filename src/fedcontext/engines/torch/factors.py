@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any, TypeAlias
 
-from fedcontext.engines.torch.task import Learner, Params, seeded
+from fedcontext.engines.torch.task import Params, Task, seeded
 from fedcontext.errors import require
 
 require("torch", extra="torch")
@@ -124,43 +124,43 @@ class Factors:
         return added if start is None else added + (own[f"{layer}.{SHARE}"][:, None, None] - 1) * start
 
 
-def layers_to_factor(learner: Learner, size: int, length: int) -> list[str]:
+def layers_to_factor(task: Task, size: int, length: int) -> list[str]:
     """Return the Linear layers of which factors are smaller than weights, for ``length`` steps, and that can take them.
 
     A layer whose weights are used in any other way than to be multiplied once, by a row for each of the ``size``
     samples, cannot: that is tried out.
     """
     found: list[str] = []
-    if learner.precision == "bfloat16":  # whose casts know of weights alone
+    if task.precision == "bfloat16":  # whose casts know of weights alone
         return found
-    for name, layer in learner.module.named_modules():
-        if type(layer) is nn.Linear and f"{name}.weight" in learner.trainable:
+    for name, layer in task.module.named_modules():
+        if type(layer) is nn.Linear and f"{name}.weight" in task.trainable:
             out, into = layer.weight.shape
-            if length * size * (out + into) < out * into and _takes_factors(learner, name, layer, size):
+            if length * size * (out + into) < out * into and _takes_factors(task, name, layer, size):
                 found.append(name)
     return found
 
 
-def _takes_factors(learner: Learner, name: str, layer: nn.Linear, size: int) -> bool:
+def _takes_factors(task: Task, name: str, layer: nn.Linear, size: int) -> bool:
     """Return whether the module has the same loss and gradients with a layer's factors as with its weights."""
     _restore(layer)
-    params, features, labels = learner.start(), learner.features[:size], learner.labels[:size]
+    params, features, labels = task.initial_params(), task.features[:size], task.labels[:size]
     weight = params[f"{name}.weight"]
     like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
 
     def slopes_of(moving: Params, fixed: Params) -> dict[str, Tensor]:
         def loss(given: Params) -> Tensor:
-            return learner.losses({**params, **fixed, **given}, features, labels).sum()
+            return task.losses({**params, **fixed, **given}, features, labels).sum()
 
-        with seeded(learner.device, 0):  # the same dropout
+        with seeded(task.device, 0):  # the same dropout
             found, value = torch.func.grad_and_value(loss)(moving)
         return {**found, "loss": value}
 
     factors = Factors([name], rows=3)
-    with seeded(learner.device, 1), learner.mode(training=True):
+    with seeded(task.device, 1), task.mode(training=True):
         slopes, inputs = (torch.randn(3, side, **like) / weight.shape[1] ** 0.5 for side in weight.shape)
         own = {f"{name}.{SHARE}": torch.full((1,), 0.5, **like), f"{name}.{SLOPES}": slopes[None]}
-        moving = {leaf: params[leaf] for leaf in learner.trainable}
+        moving = {leaf: params[leaf] for leaf in task.trainable}
         moving[f"{name}.weight"] = weight + factors.moved(f"{name}.weight", own, {name: inputs[None]}, weight)[0]
         try:
             plain = slopes_of(moving, {})

@@ -16,9 +16,9 @@ import numpy as np
 
 from fedcontext.datasets.federated import Split
 from fedcontext.engines.torch.factors import Factors, Stack, layers_to_factor
-from fedcontext.engines.torch.task import Learner, Params, first_line
+from fedcontext.engines.torch.task import Params, Task, first_line
 from fedcontext.errors import require
-from fedcontext.local_sgd import Local
+from fedcontext.local_sgd import LocalSGD
 from fedcontext.plan import orders
 
 require("torch", extra="torch")
@@ -46,7 +46,7 @@ class Steps:
         return int(self.rows.shape[1])
 
 
-def plan_steps(work: Work, chosen: list[int], split: Split, size: int, learner: Learner) -> Steps:
+def plan_steps(work: Work, chosen: list[int], split: Split, size: int, task: Task) -> Steps:
     """Return the local steps of the ``chosen`` positions of the cohort, in batches of at most ``size``."""
     counts, epochs = split.sizes[work.devices[chosen]], work.epochs[chosen]
     each = -(-counts // size)  # steps of an epoch, the last one perhaps short
@@ -63,18 +63,18 @@ def plan_steps(work: Work, chosen: list[int], split: Split, size: int, learner: 
         rows[:steps, alike] += padded.reshape(len(alike), steps, size).swapaxes(0, 1)
         shares[:steps, alike] = np.tile(filled / filled.sum(axis=1, keepdims=True), (times, 1))[:, None]
     active = (np.arange(len(rows))[:, None] < each * epochs).sum(axis=1).tolist()
-    place = learner.device
-    return Steps(torch.from_numpy(rows).to(place), torch.from_numpy(shares).to(place, learner.dtype), active)
+    place = task.device
+    return Steps(torch.from_numpy(rows).to(place), torch.from_numpy(shares).to(place, task.dtype), active)
 
 
-def stacked_gradients(learner: Learner, own: bool) -> Callable[..., Stack]:
+def stacked_gradients(task: Task, own: bool) -> Callable[..., Stack]:
     """Return the function to each device's gradient of its weighted loss; at its own params, or at one set for all.
 
     Beside params that are moved it takes some of each device's own that are not, and some that all have in common.
     """
 
     def loss(params: Stack, held: Stack, constants: Stack, features: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
-        return (learner.losses({**params, **held, **constants}, features, labels) * shares).sum()
+        return (task.losses({**params, **held, **constants}, features, labels) * shares).sum()
 
     each = torch.func.grad(loss)
     return torch.vmap(each, in_dims=(0 if own else None, 0, None, 0, 0, 0), randomness="different")
@@ -87,22 +87,22 @@ class Stage:
     """
 
     def __init__(
-        self, learner: Learner, params: Params, width: int, size: int, length: int, local: Local, speed: Speed
+        self, task: Task, params: Params, width: int, size: int, length: int, local: LocalSGD, speed: Speed
     ) -> None:
-        self.learner, self.width, self.length, self.local, self.speed = learner, width, length, local, speed
-        self.factors = Factors(layers_to_factor(learner, size, length), rows=length * size)
+        self.task, self.width, self.length, self.local, self.speed = task, width, length, local, speed
+        self.factors = Factors(layers_to_factor(task, size, length), rows=length * size)
         beginning = self.factors.beginning(params)
         self.anchor = {**{name: leaf.clone() for name, leaf in params.items()}, **beginning}
-        whole = [name for name in learner.trainable if not self.factors.keeps(name)]
+        whole = [name for name in task.trainable if not self.factors.keeps(name)]
         self.own = {
             name: self.anchor[name].expand(width, *self.anchor[name].shape).clone() for name in [*whole, *beginning]
         }
         self.inputs = self.factors.inputs(params, width)
         self.velocity = {name: torch.zeros_like(own) for name, own in self.own.items()} if local.momentum else {}
-        self.rows = torch.zeros((width, size), dtype=torch.int64, device=learner.device)
-        self.shares = torch.zeros((width, size), dtype=learner.dtype, device=learner.device)
-        self.rates = torch.zeros(width, dtype=learner.dtype, device=learner.device)
-        self.slots = torch.arange(size, device=learner.device)  # of a step's samples among all
+        self.rows = torch.zeros((width, size), dtype=torch.int64, device=task.device)
+        self.shares = torch.zeros((width, size), dtype=task.dtype, device=task.device)
+        self.rates = torch.zeros(width, dtype=task.dtype, device=task.device)
+        self.slots = torch.arange(size, device=task.device)  # of a step's samples among all
         self.step: Callable[..., Stack] = self._step
         compiled = speed in ("compile", "search")
         if compiled:
@@ -114,7 +114,7 @@ class Stage:
         self.replays: dict[int, Callable[[], None]] = {}
         self.graphs: list[torch.cuda.CUDAGraph] = []  # all share the first one's scratch memory
 
-    def fits(self, width: int, size: int, length: int, local: Local) -> bool:
+    def fits(self, width: int, size: int, length: int, local: LocalSGD) -> bool:
         """Return whether the work of these devices can be done in these places; any learning rate can."""
         same = replace(local, learning_rate=self.local.learning_rate) == self.local
         room = length <= self.length or not self.factors.layers
@@ -134,7 +134,7 @@ class Stage:
             self.rates[active:].zero_()
             self.replays[count]()
             self.slots += self.slots.numel()
-        return {name: self._moved(name, devices) for name in self.learner.trainable}
+        return {name: self._moved(name, devices) for name in self.task.trainable}
 
     def load(self, params: Params) -> None:
         """Put every device at ``params``, at rest."""
@@ -165,7 +165,7 @@ class Stage:
         given = (self.rows[:count], self.shares[:count], self.rates[:count], self.slots)
 
         def step() -> None:
-            found = self.step(own, velocity, inputs, self.anchor, *given, self.learner.features, self.learner.labels)
+            found = self.step(own, velocity, inputs, self.anchor, *given, self.task.features, self.task.labels)
             for layer, rows in found.items():  # not in the step: a compiler would copy all to change some
                 inputs[layer].index_copy_(1, self.slots, rows)
 
@@ -200,8 +200,8 @@ class Stage:
         local = self.local
         found, kept, common = self.factors.given(own, inputs, anchor, size=rows.shape[1])
         moved = {name: leaf for name, leaf in own.items() if name not in kept} | found
-        common |= {name: anchor[name] for name in self.learner.constants}
-        slopes = stacked_gradients(self.learner, own=True)(moved, kept, common, features[rows], labels[rows], shares)
+        common |= {name: anchor[name] for name in self.task.constants}
+        slopes = stacked_gradients(self.task, own=True)(moved, kept, common, features[rows], labels[rows], shares)
         scales = None
         if local.clip:
             plain = [slope for name, slope in slopes.items() if name not in found]

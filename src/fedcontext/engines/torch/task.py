@@ -48,7 +48,7 @@ def device_named(word: str) -> torch.device:
     return device
 
 
-class Learner:
+class Task:
     """A copy of the module, its loss and all samples, on one device; `losses` is the only door to the module."""
 
     def __init__(
@@ -91,7 +91,7 @@ class Learner:
             raise FedcontextError(f"the samples do not fit {device}'s memory ({first_line(error)}): use cpu") from error
         self._check()
 
-    def start(self) -> dict[str, Tensor]:
+    def initial_params(self) -> dict[str, Tensor]:
         """Return a copy of the module's ``state_dict`` (tied parameters once)."""
         found = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         return {name: found[name].detach().clone() for name in self.names}
@@ -152,7 +152,7 @@ class Learner:
         """Try the module and the loss on two samples: what does not fit shows here, before any round."""
         if not len(self.labels):
             raise FedcontextError("there are no training samples")
-        features, labels, params = self.features[:2], self.labels[:2], self.start()
+        features, labels, params = self.features[:2], self.labels[:2], self.initial_params()
         shape, count = tuple(features.shape[1:]), len(labels)
         with self.mode(training=False):
             try:

@@ -10,7 +10,7 @@ import numpy as np
 from fedcontext.datasets.federated import Split
 from fedcontext.engines.torch.factors import Stack
 from fedcontext.engines.torch.stage import Speed, Stage, plan_steps, stacked_gradients
-from fedcontext.engines.torch.task import Learner, Params, first_line, seeded
+from fedcontext.engines.torch.task import Params, Task, first_line, seeded
 from fedcontext.errors import FedcontextError, require
 from fedcontext.plan import Stream, generator
 
@@ -67,9 +67,9 @@ def in_chunks(total: int, width: int, attempt: Callable[[int, int], None], what:
 class AtOnce:
     """Trains cohorts in chunks of stacked models, and remembers what fitted."""
 
-    def __init__(self, learner: Learner, split: Split, chunk: int | None, speed: Speed) -> None:
-        self.learner, self.split, self.chunk = learner, split, chunk
-        self.speed: Speed = speed if speed != "auto" else "graph" if learner.device.type == "cuda" else "plain"
+    def __init__(self, task: Task, split: Split, chunk: int | None, speed: Speed) -> None:
+        self.task, self.split, self.chunk = task, split, chunk
+        self.speed: Speed = speed if speed != "auto" else "graph" if task.device.type == "cuda" else "plain"
         self.stage: Stage | None = None
         self.length = 0  # steps of the longest work so far
 
@@ -102,11 +102,11 @@ class AtOnce:
         stage = self.stage
         if stage is None or not stage.fits(len(chosen), size, self.length, work.local):
             self.stage = stage = None  # free its places before new ones are taken
-            stage = Stage(self.learner, params, len(chosen), size, self.length, work.local, self.speed)
+            stage = Stage(self.task, params, len(chosen), size, self.length, work.local, self.speed)
         stage.load(params)  # the GPU works on this while the steps are planned
-        steps = plan_steps(work, chosen, self.split, size, self.learner)
+        steps = plan_steps(work, chosen, self.split, size, self.task)
         draw = generator(work.seed, work.number, Stream.DROPOUT, int(work.devices[chosen[0]]))
-        with self.learner.mode(training=True), seeded(self.learner.device, int(draw.integers(2**62))):
+        with self.task.mode(training=True), seeded(self.task.device, int(draw.integers(2**62))):
             result = stage.run(steps, work.local.learning_rate)
         self.stage, self.speed = stage, stage.speed  # what could not be had is not tried again
         return result
@@ -130,27 +130,27 @@ class AtOnce:
             totals = self._gradients(params, [devices[at] for at in chosen], max(1, rows // len(chosen)))
             found.update(zip(chosen, rows_of(totals), strict=True))
 
-        with self.learner.mode(training=False):
+        with self.task.mode(training=False):
             in_chunks(len(order), self.chunk or len(order), attempt, "taking gradients of devices")
         return [found[at] for at in range(len(order))]
 
     def _gradients(self, params: Params, devices: list[int], rows: int) -> Stack:
         own, constants = (
-            {name: params[name] for name in names} for names in (self.learner.trainable, self.learner.constants)
+            {name: params[name] for name in names} for names in (self.task.trainable, self.task.constants)
         )
         sizes, offsets = self.split.sizes[devices], self.split.offsets[devices]
         totals = {
             name: torch.zeros((len(devices), *leaf.shape), dtype=leaf.dtype, device=leaf.device)
             for name, leaf in own.items()
         }
-        of_each = stacked_gradients(self.learner, own=False)
+        of_each = stacked_gradients(self.task, own=False)
         for start in range(0, int(sizes[0]), rows):
             count = int((sizes > start).sum())
             within = np.arange(start, min(start + rows, int(sizes[0])))[None, :]
             real = within < sizes[:count, None]
-            at = torch.from_numpy(offsets[:count, None] + np.where(real, within, 0)).to(self.learner.device)
-            shares = torch.from_numpy(real / sizes[:count, None]).to(self.learner.device, self.learner.dtype)
-            slopes = of_each(own, {}, constants, self.learner.features[at], self.learner.labels[at], shares)
+            at = torch.from_numpy(offsets[:count, None] + np.where(real, within, 0)).to(self.task.device)
+            shares = torch.from_numpy(real / sizes[:count, None]).to(self.task.device, self.task.dtype)
+            slopes = of_each(own, {}, constants, self.task.features[at], self.task.labels[at], shares)
             for name, total in totals.items():
                 total[:count] += slopes[name]
         return totals
