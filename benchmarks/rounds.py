@@ -103,7 +103,7 @@ def run_peer(name: str, row: str, rounds: int, home: Path) -> dict[str, object] 
     if done.returncode or not out.exists():
         print(f"{name}, row {row}: failed with status {done.returncode}, see {log_of(name, home)}", file=sys.stderr)
         return None
-    return {**json.loads(out.read_text()), "params": np.load_dataset(out.with_suffix(".npy"))}
+    return {**json.loads(out.read_text()), "params": np.load(out.with_suffix(".npy"))}
 
 
 def measure(home: Path, rounds: int, repeats: int, names: list[str]) -> dict[str, object]:
@@ -127,10 +127,10 @@ def measure(home: Path, rounds: int, repeats: int, names: list[str]) -> dict[str
 
 def multiply_adds(folder: Path, row: str) -> float:
     """Return what a round's training costs at least in dense arithmetic: n d C forwards and as much for the gradient."""
-    sizes, features = np.diff(np.load_dataset(folder / "offsets.npy")), np.load(folder / "features.npy", mmap_mode="r")
-    devices, epochs = (np.load_dataset(folder / f"{row}-{name}.npy") for name in ("devices", "epochs"))
+    sizes, features = np.diff(np.load(folder / "offsets.npy")), np.load(folder / "features.npy", mmap_mode="r")
+    devices, epochs = (np.load(folder / f"{row}-{name}.npy") for name in ("devices", "epochs"))
     passes = (sizes[devices] * epochs).sum(axis=1).mean()  # of a sample, in a round
-    return float(2 * passes * features.shape[1] * (np.load_dataset(folder / "labels.npy").max() + 1))
+    return float(2 * passes * features.shape[1] * (np.load(folder / "labels.npy").max() + 1))
 
 
 def peak(side: int = SIDE, tries: int = 20) -> float:
