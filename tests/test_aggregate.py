@@ -52,7 +52,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rule", [RULE, fc.contextual(2.0, "null-space"), fc.folb(), fc.by_samples(), fc.mean()])
+@pytest.mark.parametrize("rule", [RULE, fc.folb(), fc.by_samples(), fc.mean()])
 def test_every_form_gives_the_same_weights_and_params(form, rule):
     make = FORMS[form]
     params, updates, own = model(0), [model(k) for k in (1, 2, 3)], [model(k) for k in (4, 5, 6)]
@@ -192,7 +192,7 @@ def test_an_overflow_leaves_out_untouched():
     params = {"a": np.ones(2, np.float32), "b": np.ones(2, np.float16)}
     updates = [{"a": np.ones(2, np.float32), "b": np.ones(2, np.float16)}]
     gradient = {"a": np.full(2, -6e4, np.float32), "b": np.full(2, -6e4, np.float16)}
-    with pytest.raises(FedcontextError, match="the new leaf 'b' overflows float16"):
+    with pytest.raises(FedcontextError, match="the step overflows float16 in leaf 'b'"):
         fc.aggregate(params, updates, gradient=gradient, rule=fc.contextual(1e-3), out=params)
     assert (params["a"] == 1).all()
     assert (params["b"] == 1).all()
@@ -208,7 +208,7 @@ def test_integers_that_overflow_are_refused_and_the_largest_are_kept(library, ki
     (params,) = models(top - 20)
     kept = fc.aggregate(params, models(10, 30), rule=fc.mean())
     assert [int(n) for n in kept.params["n"]] == [14, top]
-    with pytest.raises(FedcontextError, match=rf"the new leaf 'n' overflows .*{np.dtype(kind)}: the step is too long"):
+    with pytest.raises(FedcontextError, match=rf"the step overflows .*{np.dtype(kind)} in leaf 'n'"):
         fc.aggregate(params, models(10, 33), rule=fc.mean())
     assert [int(n) for n in params["n"]] == [7, top - 20]
 
@@ -246,7 +246,7 @@ def with_nan(leaf):
 
 BAD = {
     "no updates": ({"updates": []}, "there are no updates"),
-    "same name": ({"updates": {1: model(1), "1": model(2)}}, "are written the same"),
+    "same name": ({"updates": {1: model(1), "1": model(2)}}, "are the same as text"),
     "shape": ({"updates": [model(1), broken(lambda x: x[:2])]}, r"device 1: leaf 'weight' must have shape \(4, 3\), got \(2, 3\)"),
     "dtype": ({"updates": [broken(lambda x: x.astype(np.float64))]}, "device 0: leaf 'weight' must have dtype float32, got float64"),
     "named device": ({"updates": {"phone-7": broken(lambda x: x[:2])}}, "device phone-7: leaf 'weight'"),
@@ -264,22 +264,18 @@ BAD = {
     "both": ({"gradients": [model(1)]}, "give gradient or gradients, not both"),
     "no own gradients": ({"rule": fc.folb()}, "rule 'folb' needs the gradient of each update's device"),
     "own gradients": ({"own_gradients": [model(1)]}, "own_gradients must be one for each of 2 updates, got 1"),
-    "no rule": ({"rule": fc.contextual}, "rule must be a Rule"),
+    "no rule": ({"rule": fc.contextual}, "rule must be a rule such as"),
     "no samples": ({"rule": fc.by_samples()}, "rule 'by_samples' needs the number of samples"),
     "samples": ({"samples": [1]}, "samples must hold 2 numbers, got 1"),
     "negative samples": ({"samples": [1, -1]}, "samples must be non-negative"),
     "zero samples": ({"samples": [0, 0]}, "samples must be non-negative and not all zero"),
-    "layers": ({"layers": ["conv"]}, "layers: there is no leaf 'conv', only weight, bias"),
-    "buffers": ({"buffers": ["conv"]}, "buffers: there is no leaf 'conv'"),
+    "layers": ({"layers": ["conv"]}, "layers: no leaf 'conv'; there are weight, bias"),
+    "buffers": ({"buffers": ["conv"]}, "buffers: no leaf 'conv'"),
     "nothing measured": ({"buffers": ["weight", "bias"]}, "no floating-point leaf enters the geometry"),
     "boolean": ({"params": {"mask": np.ones(2, bool)}, "updates": [{"mask": np.ones(2, bool)}]}, "params: leaf 'mask' must be real floating point or integer, got bool"),
     "overflow": (
         {"params": np.ones(2, np.float16), "updates": [np.ones(2, np.float16)], "gradient": np.full(2, -6e4, np.float16), "rule": fc.contextual(1e-3)},
         "overflows float16",
-    ),
-    "null space too large": (
-        {"params": np.zeros(10_001), "updates": [np.zeros(10_001)], "gradient": np.zeros(10_001), "rule": fc.contextual(1.0, "null-space")},
-        "is for at most 10000 parameters, got 10001",
     ),
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fedcontext as fc
 from fedcontext.errors import FedcontextError
-from fedcontext.fleet import PROFILES, answers, make_fleet
+from fedcontext.fleet import PROFILES, make_fleet, replies
 from fedcontext.plan import Stream, batches, generator, plan_round
 
 
@@ -34,13 +34,15 @@ def test_a_negative_seed_is_refused():
         generator(-1, 0, Stream.DATA)
 
 
-@given(st.integers(0, 100), st.sampled_from([0, 3, 30]), st.sampled_from([0, 7, 20]))
+@given(st.integers(0, 100), st.sampled_from([None, 3, 30, "cohort", "all"]), st.sampled_from([0, 7, 20]))
 def test_probes_and_pool_do_not_change_the_cohort(seed, probes, pool):
     plain = plan_round(seed, 4, 30)
     other = plan_round(seed, 4, 30, probes=probes, pool=pool)
     np.testing.assert_array_equal(plain.devices, other.devices)
     np.testing.assert_array_equal(plain.epochs, other.epochs)
-    assert len(other.probes) == probes
+    assert len(other.probes) == {None: 0, "cohort": 10, "all": 30}.get(probes, probes)
+    if probes == "cohort":
+        np.testing.assert_array_equal(other.probes, other.devices)
     assert not set(other.pool.tolist()) & set(other.devices.tolist())
     assert len(other.pool) == pool
 
@@ -66,7 +68,8 @@ def test_every_epoch_sees_every_sample_once(samples, epochs, size):
         ({"devices_per_round": 31}, "devices per round must be between 1 and 30"),
         ({"epochs": (0, 5)}, "epochs must be a range"),
         ({"epochs": (5, 2)}, "epochs must be a range"),
-        ({"probes": 31}, "k2 must be between 0 and 30"),
+        ({"probes": 31}, "probes must be 'cohort', 'all' or a number from 1 to 30, got 31"),
+        ({"probes": "N"}, "probes must be 'cohort', 'all' or a number from 1 to 30, got 'N'"),
         ({"pool": 21}, "pool must be between 0 and 20"),
         ({"over_select": -0.1}, "over-selection must be 0 or more"),
         ({"over_select": float("nan")}, "over-selection must be 0 or more"),
@@ -85,14 +88,14 @@ def test_the_fleet_is_heterogeneous_and_seeded():
     assert np.median(one.latencies) == pytest.approx(PROFILES["edge"].latency.median, rel=0.1)
 
 
-def test_a_deadline_cuts_off_the_slow_and_bounds_the_round():
+def test_a_deadline_drops_late_devices_and_bounds_the_round():
     plan, fleet = plan_round(0, 1, 30), make_fleet(PROFILES["edge"], 30, seed=0)
     samples = np.full(30, 200)
-    everyone = answers(fleet, plan, samples, 1000)
+    everyone = replies(fleet, plan, samples, 1000)
     assert len(everyone.cohort) == 10
     assert not everyone.excluded
     deadline = everyone.seconds / 2
-    some = answers(fleet, plan, samples, 1000, deadline=deadline)
+    some = replies(fleet, plan, samples, 1000, deadline=deadline)
     assert some.seconds == deadline
     assert 0 < len(some.excluded) == 10 - len(some.cohort)
     assert set(some.excluded.values()) == {"missed the deadline"}
@@ -100,16 +103,29 @@ def test_a_deadline_cuts_off_the_slow_and_bounds_the_round():
 
 def test_a_late_gradient_is_recorded_too():
     plan, fleet = plan_round(0, 1, 30, probes=30), make_fleet(PROFILES["edge"], 30, seed=0)
-    got = answers(fleet, plan, np.full(30, 200), 1000, deadline=0.4)
+    got = replies(fleet, plan, np.full(30, 200), 1000, deadline=0.4)
     missing = set(range(30)) - set(plan.probes[got.probes].tolist())
     assert missing
     assert missing <= set(got.excluded)
 
 
-def test_over_selection_keeps_the_first_to_answer_and_is_faster():
+def test_a_device_that_trains_and_probes_sends_one_reply():
+    plan, fleet = plan_round(0, 1, 30, probes="all"), make_fleet(PROFILES["even"], 30, seed=0)
+    work, model = np.full(30, 200), 1000
+    received = replies(fleet, plan, work, model)
+    assert received.bytes_up == (10 + 30) * model
+    slowest = fleet.seconds(plan.devices, (plan.epochs + 1) * 200, 3 * model).max()
+    assert received.seconds == slowest
+    late = replies(fleet, plan, work, model, deadline=slowest * 0.99)
+    dropped = set(plan.devices.tolist()) - set(plan.devices[late.cohort].tolist())
+    assert dropped
+    assert not dropped & set(plan.probes[late.probes].tolist())
+
+
+def test_over_selection_keeps_the_first_replies_and_is_faster():
     fleet, samples = make_fleet(PROFILES["edge"], 30, seed=0), np.full(30, 200)
     over = plan_round(0, 1, 30, devices_per_round=5, over_select=1.0)
-    got = answers(fleet, over, samples, 1000)
+    got = replies(fleet, over, samples, 1000)
     when = fleet.seconds(over.devices, over.epochs * 200, 2000)
     assert len(got.cohort) == 5
     assert when[got.cohort].max() <= np.delete(when, got.cohort).min()
@@ -125,12 +141,12 @@ def test_slower_devices_and_larger_models_take_longer():
 
 def test_bytes_count_what_each_rule_needs(small_data):
     def up(algorithm, **settings):
-        record = next(fc.rounds(data=small_data, algorithm=algorithm, rounds=1, devices_per_round=4, **settings))
+        record = fc.train(data=small_data, algorithm=algorithm, rounds=1, devices_per_round=4, **settings).records[0]
         return record.bytes_up // (6 * 3 * 4)  # in models of (5 + 1) x 3 float32
 
     assert up("fedavg") == 4
     assert up("folb") == 8
-    assert up("fedavg-contextual", k2=0) == 8
-    assert up("fedavg-contextual", k2=5) == 9
-    assert up("fedavg-contextual", k2="N") == 16
-    assert up("fedavg-expected", k2=0, pool=2) == 10
+    assert up("fedavg-contextual", probes="cohort") == 8
+    assert up("fedavg-contextual", probes=5) == 9
+    assert up("fedavg-contextual", probes="all") == 16
+    assert up("fedavg-expected", probes="cohort", pool=2) == 10

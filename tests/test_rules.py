@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 import fedcontext as fc
 from fedcontext.errors import FedcontextError
-from fedcontext.geometry import Geometry, is_well_conditioned
-from fedcontext.rules import expected_gram, solve
+from fedcontext.geometry import Geometry
+from fedcontext.paper.null_space import null_space_weights
+from fedcontext.rules import Rule, expected_gram
 
 ODDITIES = ("duplicated", "zero", "parallel", "opposite", "huge", "tiny", "none")
 
@@ -49,33 +50,7 @@ def close(left, right, tolerance=1e-6):
 def test_null_space_and_gram_take_the_same_step(problem):
     updates, gradient, beta = problem
     by_gram = step(updates, gradient, fc.contextual(beta))
-    assert close(by_gram, step(updates, gradient, fc.contextual(beta, solver="null-space")))
-
-
-def with_condition(count, exponent, seed):
-    """A positive matrix with eigenvalues from 1 to 10^-exponent, the largest and the smallest among them."""
-    random = np.random.default_rng(seed)
-    basis, _ = np.linalg.qr(random.standard_normal((count, count)))
-    powers = np.concatenate([[0, -exponent], -exponent * random.random(count - 2)])
-    return (basis * 10.0**powers) @ basis.T
-
-
-CONDITIONS = {"count": st.integers(2, 40), "exponent": st.floats(0, 12), "seed": st.integers(0, 99)}
-
-
-@given(limit=st.floats(0, 9), **CONDITIONS)
-def test_what_is_surely_mild_is_mild_and_what_is_milder_still_is_seen_to_be(count, exponent, seed, limit):
-    sure = is_well_conditioned(with_condition(count, exponent, seed), 10**limit)
-    assert sure if exponent + np.log10(count) / 2 < limit - 0.01 else not sure or exponent < limit + 0.01
-
-
-@given(**CONDITIONS)
-def test_elimination_and_eigenvalues_solve_alike(count, exponent, seed):
-    matrix, right = with_condition(count, exponent, seed), np.random.default_rng(seed).standard_normal(count)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedcontext.rules.is_well_conditioned", lambda *_: False)
-        by_eigenvalues = solve(matrix, right)
-    assert close(solve(matrix, right), by_eigenvalues, 1e-14 * count * 10**exponent)
+    assert close(by_gram, null_space_weights(updates, gradient, beta) @ updates)
 
 
 @given(problems())
@@ -120,10 +95,10 @@ def test_no_other_rule_promises_more(problem, data):
     updates, gradient, beta = problem
     own = list(np.random.default_rng(1).standard_normal(updates.shape))
     given_ = {"gradient": gradient, "own_gradients": own, "samples": np.arange(1, len(updates) + 1)}
-    rules = [fc.mean(beta), fc.by_samples(beta), fc.folb(beta), fc.expected_contextual(beta)]
+    rules = [fc.mean(), fc.by_samples(), fc.folb(), fc.expected_contextual(beta)]
     best = fc.aggregate(np.zeros(len(gradient)), list(updates), rule=fc.contextual(beta), **given_)
     for rule in rules:
-        other = fc.aggregate(np.zeros(len(gradient)), list(updates), rule=rule, **given_)
+        other = fc.aggregate(np.zeros(len(gradient)), list(updates), rule=rule, smoothness=beta, **given_)
         assert best.promised_change <= other.promised_change + 1e-9 * max(1, abs(other.promised_change))
     nudged = best.weights + data.draw(st.floats(-1, 1)) / (1 + np.linalg.norm(updates, axis=1))
     assert best.promised_change <= fc.bound(best.geometry, nudged, beta) + 1e-9
@@ -234,9 +209,27 @@ def test_smoothness_must_be_a_positive_number(rule, beta):
         rule(beta)
 
 
-def test_unknown_solver_and_form_are_named():
-    with pytest.raises(FedcontextError, match="'gram' or 'null-space', got 'qr'"):
-        fc.contextual(1.0, solver="qr")
+def test_unknown_needs_are_named():
+    with pytest.raises(FedcontextError, match=r"needs must be among 'gradient', .*, got \['gradients'\]"):
+        Rule("mine", lambda geometry, state: (geometry.samples, state), frozenset({"gradients"}))
+
+
+def test_the_state_of_a_rule_can_be_made_from_the_params():
+    rule = Rule("counting", lambda geometry, state: (geometry.samples, state + 1), init=lambda params: params.size)
+    result = fc.aggregate(np.zeros(7), [np.ones(7)], rule=rule)
+    assert result.state == 8
+    assert fc.aggregate(np.zeros(7), [np.ones(7)], rule=rule, state=result.state).state == 9
+
+
+@given(problems())
+def test_the_step_is_what_params_moved_by(problem):
+    updates, gradient, beta = problem
+    start = np.ones(len(gradient))
+    result = fc.aggregate(start, list(updates), gradient=gradient, rule=fc.contextual(beta))
+    np.testing.assert_allclose(start + result.step, result.params, rtol=1e-9, atol=1e-9 * np.abs(result.step).max())
+
+
+def test_unknown_form_is_named():
     with pytest.raises(FedcontextError, match="'exact' or 'printed', got 'rough'"):
         fc.expected_contextual(1.0, form="rough")
     with pytest.raises(FedcontextError, match="use form='exact'"):

@@ -7,12 +7,14 @@ from fedcontext.datasets import FederatedData, federate, load_dataset
 from fedcontext.errors import FedcontextError, MissingExtra
 from fedcontext.experiment import Experiment
 from fedcontext.fleet import PROFILES, Fleet, Profile, Spread, make_fleet
-from fedcontext.geometry import Geometry
+from fedcontext.geometry import Geometry, Report
+from fedcontext.memory import MemorySettings, contextual_memory
 from fedcontext.plan import RoundPlan, plan_round
 from fedcontext.records import RoundRecord, read_run
 from fedcontext.results.export import load_runs
-from fedcontext.rules import Rule, bound, by_samples, contextual, expected_contextual, folb, mean, stateless
-from fedcontext.simulation import Simulation, State, prepare, rounds
+from fedcontext.rules import Rule, SumRule, bound, by_samples, contextual, expected_contextual, folb, mean, stateless
+from fedcontext.simulation import Simulation, State, Trained, prepare, simulate, train
+from fedcontext.sums import Sums
 from fedcontext.version import __version__
 
 __all__ = [
@@ -26,19 +28,25 @@ __all__ = [
     "Fleet",
     "Geometry",
     "Hyperparameters",
+    "MemorySettings",
     "MissingExtra",
     "Profile",
+    "Report",
     "RoundPlan",
     "RoundRecord",
     "Rule",
     "Simulation",
     "Spread",
     "State",
+    "SumRule",
+    "Sums",
+    "Trained",
     "__version__",
     "aggregate",
     "bound",
     "by_samples",
     "contextual",
+    "contextual_memory",
     "contextual_version",
     "expected_contextual",
     "expected_version",
@@ -52,6 +60,7 @@ __all__ = [
     "plan_round",
     "prepare",
     "read_run",
-    "rounds",
+    "simulate",
     "stateless",
+    "train",
 ]

@@ -1,9 +1,11 @@
-"""The plug-in door: params, updates and a rule in; new params out. It needs nothing else of this package."""
+"""Entry point for other systems: params, updates and a rule in; new params out. Nothing else of the package is needed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +13,7 @@ from fedcontext.arrays.tree import (
     SCRATCH,
     Array,
     FloatArray,
+    Leaves,
     Structure,
     all_finite,
     framework,
@@ -21,10 +24,11 @@ from fedcontext.arrays.tree import (
     rebuild,
     size_of,
 )
-from fedcontext.errors import FedcontextError
-from fedcontext.geometry import Geometry, Report, measure, shares
-from fedcontext.rules import NULL_SPACE_LIMIT, Rule, State, bound
-from fedcontext.validation import Structures, blame, choose, take, take_targets
+from fedcontext.errors import FedcontextError, positive
+from fedcontext.geometry import Geometry, Report, Structures, Vectors, measure, shares
+from fedcontext.rules import AnyRule, Rule, State, SumRule, bound
+from fedcontext.sums import sums_of, unflat
+from fedcontext.validation import output_leaves, raise_not_finite, select_leaves, validate
 
 
 @dataclass(frozen=True)
@@ -34,116 +38,203 @@ class Aggregation:
     params: Structure
     weights: FloatArray  # (K,) of the devices, in the order of their updates
     promised_change: float  # the bound on the loss change, as far as measured; NaN without gradient or smoothness
-    geometry: Geometry
-    state: State  # the rule's memory, for the next round
+    geometry: Geometry | None  # None for a rule that works on sums over devices
+    state: State  # the rule's state, for the next round
+    info: dict[str, Any] = field(default_factory=dict)  # numbers that a rule reports
+    make_step: Callable[[], Structure] = field(repr=False, default=lambda: None)
+
+    @cached_property
+    def step(self) -> Structure:
+        """The step Σ αₖ Δₖ itself, a structure like params; computed when it is first asked for."""
+        return self.make_step()
+
+    def curvature(self, change: float) -> float | None:
+        """Return the β at which the bound would have equalled the measured ``change``: 2 (change - b·α) / αᵀ G α."""
+        if self.geometry is None or self.geometry.slopes is None:
+            return None
+        count = len(self.weights)
+        square = float(self.weights @ self.geometry.gram[:count, :count] @ self.weights)
+        return 2 * (change - float(self.geometry.slope[:count] @ self.weights)) / square if square > 0 else None
 
 
 def aggregate(
     params: Structure,
-    updates: Structures,
+    updates: Structures | Report,
     *,
-    rule: Rule,
+    rule: AnyRule,
     gradient: Structure | None = None,
     gradients: Structures | None = None,
+    differences: Structures | None = None,
     own_gradients: Structures | None = None,
     samples: Iterable[float] | None = None,
     probe_weights: Iterable[float] | None = None,
     pool: Structures | None = None,
+    population: int | None = None,
     layers: Iterable[str | int] | None = None,
     buffers: Iterable[str | int] = (),
+    smoothness: float | None = None,
     state: State = None,
     out: Structure | None = None,
     scratch: int = SCRATCH,
 ) -> Aggregation:
     """Return the params after one aggregation: w + Σ αₖ Δₖ (eq. 4), with the weights that ``rule`` gives.
 
-    Everything is checked first, and nothing that was handed in is changed (but ``out``, at the end). The updates are
-    read twice, block by block: once for the inner products (and again where float32 does not do for these), once for
-    the sum. They may be memory-mapped files (`fedcontext.mapped`), so that together they can be larger than memory.
+    Everything is checked first, and nothing that was passed in is changed (but ``out``, at the end). The updates are read
+    twice, block by block: once for the inner products, once for the sum. They may be memory-mapped files, so that
+    together they can be larger than memory.
 
     Args:
         params: the global model: an array, or a list, tuple or mapping of arrays (a ``state_dict`` as it is).
-        updates: the devices' updates Δₖ = wₖ - w, each like ``params``; a mapping gives the devices names.
+        updates: the devices' updates Δₖ = wₖ - w, each like ``params``; a mapping gives the devices names. Or a whole
+            `Report`, which holds this and the next seven arguments.
         rule: how to weigh them, such as ``contextual(smoothness=1 / learning_rate)``.
         gradient: one estimate of the global gradient at ``params``; leaves outside the geometry may be missing.
         gradients: instead of it, the probes' gradients, averaged with ``probe_weights`` (equal where None).
-        own_gradients: the gradient of each update's own device, in the same order (FOLB; or K2 = 0).
+        differences: for `contextual_memory`, each probe's gradient minus its gradient at the last round's params.
+        own_gradients: the gradient of each update's own device, in the same order.
         samples: the number of training samples of each device.
         probe_weights: how much each probe's gradient counts, such as its number of samples.
         pool: updates of devices outside the cohort; they inform `expected_contextual` and are not applied.
+        population: the number of devices in all, where known.
         layers: names (or positions) of the leaves that enter the geometry; the weights apply to all leaves.
         buffers: leaves that are averaged instead of weighted, as are all that do not hold floating point.
-        state: the memory that the rule returned last round.
+        smoothness: the β at which the bound on the loss change is reported; the rule's own where None.
+        state: the state that the rule returned last round.
         out: where to write the new params: ``params`` itself, or a structure like it in other memory; fresh arrays if
             None.
         scratch: bytes of a block; the working memory is at most four of them, whatever the size of the model.
 
     >>> import numpy as np
     >>> import fedcontext as fc
-    >>> w, moves, slope = np.zeros(2), [np.array([1.0, 0.0]), np.array([1.0, 1.0])], np.array([-1.0, -3.0])
-    >>> result = fc.aggregate(w, moves, gradient=slope, rule=fc.contextual(smoothness=2))
+    >>> w, updates, gradient = np.zeros(2), [np.array([1.0, 0.0]), np.array([1.0, 1.0])], np.array([-1.0, -3.0])
+    >>> result = fc.aggregate(w, updates, gradient=gradient, rule=fc.contextual(smoothness=2))
     >>> result.params.round(6), result.weights.round(6), round(result.promised_change, 6)
     (array([0.5, 1.5]), array([-1. ,  1.5]), -2.5)
     """
-    if not isinstance(rule, Rule):
-        raise FedcontextError(f"rule must be a Rule, such as contextual(smoothness=10), got {rule!r}")
-    if "samples" in rule.needs and samples is None:
-        raise FedcontextError(f"rule '{rule.name}' needs the number of samples of each device: give samples")
-    base = leaves(params)
-    averaged = {name for name, leaf in base.items() if kind_of(leaf) != "floating"} | choose("buffers", buffers, base)
-    measured = (set(base) if layers is None else choose("layers", layers, base)) - averaged
-    report = take(
-        base,
-        updates,
-        gradient=gradient,
-        gradients=gradients,
-        own_gradients=own_gradients,
-        samples=samples,
-        probe_weights=probe_weights,
-        pool=pool if "pool" in rule.needs else None,
-        needed=measured,
-    )
-    _check_needs(rule, report, sum(size_of(base[name]) for name in measured))
-    largest = {name: _largest(name, leaf, scratch) for name, leaf in base.items() if kind_of(leaf) == "floating"}
-    geometry = measure(report, [name for name in base if name in measured], rule.needs, scratch)
-    if not geometry.finite:
-        alone: Structures | None = None if gradient is None else {"": gradient}
-        blame(
-            measured,
-            device=updates,
-            the_gradient=alone,
-            probe=gradients,
-            own_gradient_of_device=own_gradients,
-            pool_device=pool,
+    if not isinstance(rule, Rule | SumRule):
+        raise FedcontextError(f"rule must be a rule such as contextual(smoothness=10), got {rule!r}")
+    if isinstance(updates, Report):
+        report = updates
+    else:
+        report = Report(
+            updates, samples, gradient, gradients, probe_weights, own_gradients, pool, differences, population
         )
-    weights, state = rule.weigh(geometry, rule.init() if state is None else state)
-    weights = _checked_weights(rule, weights, len(report.updates))
-    even = shares(report.samples, len(report.updates))
-    reach = float(np.abs(weights) @ np.sqrt(np.diag(geometry.gram))[: len(weights)])  # no entry moves further
-    safe = {name for name in measured if largest[name] + reach <= largest_number(base[name])}
-    targets = {} if out is None else take_targets(base, updates, out)
-    moved = {
-        name: _moved(name, base[name], report, even if name in averaged else weights, scratch)
-        for name in base
-        if name not in safe
+    model = _Model.of(params, None if isinstance(rule, SumRule) else layers, buffers)
+    vectors = validate(report, model.leaves, model.measured)
+    _check_needs(rule, report, model)
+    if out is not None:
+        out = output_leaves(model.leaves, report.updates, out)
+    state = rule.init(params) if state is None else state
+    if isinstance(rule, SumRule):
+        return _apply_sums(rule, model, report, vectors, state, out, scratch)
+    beta = rule.smoothness if smoothness is None else positive("smoothness", smoothness)
+    return _apply_weights(rule, model, report, vectors, state, beta, out, scratch)
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The params by leaf: which leaves enter the geometry, and which are averaged instead of weighted."""
+
+    params: Structure
+    leaves: Leaves
+    measured: set[str]
+    averaged: set[str]
+
+    @classmethod
+    def of(cls, params: Structure, layers: Iterable[str | int] | None, buffers: Iterable[str | int]) -> _Model:
+        base = leaves(params)
+        averaged = {name for name, leaf in base.items() if kind_of(leaf) != "floating"}
+        averaged |= select_leaves("buffers", buffers, base)
+        measured = (set(base) if layers is None else select_leaves("layers", layers, base)) - averaged
+        return cls(params, base, measured, averaged)
+
+    @property
+    def order(self) -> list[str]:
+        """The measured leaves in the order of the params."""
+        return [name for name in self.leaves if name in self.measured]
+
+
+def _apply_weights(
+    rule: Rule,
+    model: _Model,
+    report: Report,
+    vectors: Vectors,
+    state: State,
+    smoothness: float | None,
+    out: Leaves | None,
+    scratch: int,
+) -> Aggregation:
+    largest = {
+        name: _largest(name, leaf, scratch) for name, leaf in model.leaves.items() if kind_of(leaf) == "floating"
     }
-    for name in safe:
-        moved[name] = _combined(name, base[name], report, weights, scratch, targets.get(name))
-    for name in targets.keys() - safe:
-        (targets[name].detach() if hasattr(targets[name], "detach") else targets[name])[...] = moved[name]
-    result = {name: targets.get(name, moved[name]) for name in base}
-    return Aggregation(rebuild(params, result), weights, _promise(rule, geometry, weights), geometry, state)
+    geometry = measure(vectors, model.order, "own gradients" in rule.needs, scratch)
+    if not geometry.finite:
+        raise_not_finite(report, model.measured)
+    weights, state = rule.weigh(geometry, state)
+    weights = _checked_weights(rule, weights, len(vectors.updates))
+    reach = float(np.abs(weights) @ np.sqrt(np.diag(geometry.gram))[: len(weights)])  # no entry moves further
+    safe = {name for name in model.measured if largest[name] + reach <= largest_number(model.leaves[name])}
+    averages = shares(vectors.samples, len(weights))
+    by_leaf = {name: averages if name in model.averaged else weights for name in model.leaves}
+
+    def combined(base: Leaves, out: Leaves | None) -> Structure:
+        return rebuild(model.params, _combined(base, vectors.updates, by_leaf, safe, out, scratch))
+
+    promised = bound(geometry, weights, smoothness) if smoothness and geometry.slopes is not None else float("nan")
+    new = combined(model.leaves, out)
+    return Aggregation(
+        new, weights, promised, geometry, state, make_step=lambda: combined(_zeros_like(model.leaves), None)
+    )
 
 
-def _check_needs(rule: Rule, report: Report, size: int) -> None:
-    if size == 0:
-        raise FedcontextError("no floating-point leaf enters the geometry: check layers and buffers")
-    if "gradient" in rule.needs and not (report.gradients or report.own_gradients):
-        raise FedcontextError(f"rule '{rule.name}' needs a gradient: give gradient, gradients or own_gradients")
-    if "own gradients" in rule.needs and not report.own_gradients:
-        raise FedcontextError(f"rule '{rule.name}' needs the gradient of each update's device: give own_gradients")
-    if "vectors" in rule.needs and size > NULL_SPACE_LIMIT:
-        raise FedcontextError(f"rule '{rule.name}' is for at most {NULL_SPACE_LIMIT} parameters, got {size}")
+def _apply_sums(
+    rule: SumRule,
+    model: _Model,
+    report: Report,
+    vectors: Vectors,
+    state: State,
+    out: Leaves | None,
+    scratch: int,
+) -> Aggregation:
+    sums = sums_of(vectors, model.order)
+    if not sums.finite:
+        raise_not_finite(report, model.measured)
+    vector, state, info = rule.step(sums, state, report.population)
+    moved = unflat(vector, model.leaves, model.order)
+    count = len(vectors.updates)
+    averages = shares(vectors.samples, count)
+
+    def combined(base: Leaves, out: Leaves | None) -> Structure:
+        means = {name: base[name] for name in model.averaged}
+        new = _combined(
+            {name: base[name] for name in moved}, [moved], dict.fromkeys(moved, np.ones(1)), set(), out, scratch
+        )
+        new |= _combined(means, vectors.updates, dict.fromkeys(means, averages), set(), out, scratch)
+        return rebuild(model.params, {name: new[name] for name in base})
+
+    weights = np.full(count, info.get("mean", 1.0) / count)
+    new = combined(model.leaves, out)
+    return Aggregation(
+        new, weights, float("nan"), None, state, info, make_step=lambda: combined(_zeros_like(model.leaves), None)
+    )
+
+
+def _check_needs(rule: AnyRule, report: Report, model: _Model) -> None:
+    if not sum(size_of(model.leaves[name]) for name in model.measured):
+        raise FedcontextError("no floating-point leaf enters the geometry; check layers and buffers")
+    given = {
+        "samples": report.samples is not None,
+        "gradient": any(x is not None for x in (report.gradient, report.gradients, report.own_gradients)),
+        "own gradients": report.own_gradients is not None,
+    }
+    arguments = {
+        "samples": "the number of samples of each device: give samples",
+        "gradient": "a gradient: give gradient, gradients or own_gradients",
+        "own gradients": "the gradient of each update's device: give own_gradients",
+    }
+    for need, present in given.items():
+        if need in rule.needs and not present:
+            raise FedcontextError(f"rule '{rule.name}' needs {arguments[need]}")
 
 
 def _checked_weights(rule: Rule, weights: FloatArray, count: int) -> FloatArray:
@@ -160,25 +251,44 @@ def _largest(name: str, leaf: Array, scratch: int) -> float:
     return value
 
 
-def _moved(name: str, leaf: Array, report: Report, weights: FloatArray, scratch: int) -> Array:
+def _combined(
+    base: Leaves,
+    updates: Sequence[Leaves],
+    weights: Mapping[str, FloatArray],
+    safe: set[str],
+    out: Leaves | None,
+    scratch: int,
+) -> Leaves:
+    """Return base + Σ weights · updates; leaves that might overflow come first, so that an error leaves ``out`` as it was."""
+    target: Mapping[str, Array | None] = dict.fromkeys(base) if out is None else out
+    rows = {name: [update[name] for update in updates] for name in base}
+    unsafe = {
+        name: _checked_sum(name, base[name], rows[name], weights[name], scratch) for name in base if name not in safe
+    }
+    new = {
+        name: framework(base[name]).combine(base[name], rows[name], weights[name], scratch, target[name])
+        for name in safe
+    }
+    return {name: new[name] if name in safe else _written(unsafe[name], target[name]) for name in base}
+
+
+def _checked_sum(name: str, leaf: Array, rows: Sequence[Array], weights: FloatArray, scratch: int) -> Array:
     try:
-        result = _combined(name, leaf, report, weights, scratch)
+        result = framework(leaf).combine(leaf, rows, weights, scratch, None)
         if kind_of(leaf) != "floating" or all_finite(result, scratch):
             return result
     except OverflowError:  # of integers
         pass
-    raise FedcontextError(
-        f"the new {leaf_name(name).removeprefix('the ')} overflows {leaf.dtype}: the step is too long"
-    )
+    advice = "; increase the smoothness" if kind_of(leaf) == "floating" else ""
+    raise FedcontextError(f"the step overflows {leaf.dtype} in {leaf_name(name)}{advice}")
 
 
-def _combined(
-    name: str, leaf: Array, report: Report, weights: FloatArray, scratch: int, out: Array | None = None
-) -> Array:
-    return framework(leaf).combine(leaf, [update[name] for update in report.updates], weights, scratch, out)
+def _written(values: Array, target: Array | None) -> Array:
+    if target is None:
+        return values
+    (target.detach() if hasattr(target, "detach") else target)[...] = values
+    return target
 
 
-def _promise(rule: Rule, geometry: Geometry, weights: FloatArray) -> float:
-    if rule.smoothness is None or geometry.slopes is None:
-        return float("nan")
-    return bound(geometry, weights, rule.smoothness)
+def _zeros_like(base: Leaves) -> Leaves:
+    return {name: leaf * 0 for name, leaf in base.items()}

@@ -1,4 +1,4 @@
-"""Named pairs of what devices do and how the server weighs them. To add one, write a function and name it below."""
+"""Named algorithms: how devices train, and how the server aggregates. To add one, write a function and name it below."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Literal, TypeAlias
 from fedcontext import rules
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.local_sgd import LocalSGD, proximal, sgd
-from fedcontext.rules import Rule
+from fedcontext.memory import contextual_memory
+from fedcontext.rules import AnyRule
 
 Averaging: TypeAlias = Literal["mean", "samples"]
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The settings that algorithms are made from; each takes what it knows."""
+    """The settings that algorithms are made from; each uses those it has."""
 
     learning_rate: float
     smoothness: float  # β of the bound; the paper's choice is 1 / learning_rate
@@ -27,70 +28,72 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What devices do, and the rule that weighs what they send."""
+    """How devices train, and the rule by which the server aggregates what they send."""
 
     name: str
     local: LocalSGD
-    rule: Rule
+    rule: AnyRule
 
 
-def fedavg(hyperparameters: Hyperparameters) -> Algorithm:
+def fedavg(h: Hyperparameters) -> Algorithm:
     """Return FedAvg: local SGD, averaged."""
-    return Algorithm(
-        "fedavg", sgd(hyperparameters.learning_rate, hyperparameters.batch_size), _averaging(hyperparameters)
-    )
+    if h.averaging not in ("mean", "samples"):
+        raise FedcontextError(f"averaging must be 'mean' or 'samples', got {h.averaging!r}")
+    rule = rules.mean() if h.averaging == "mean" else rules.by_samples()
+    return Algorithm("fedavg", sgd(h.learning_rate, h.batch_size), rule)
 
 
-def fedprox(hyperparameters: Hyperparameters) -> Algorithm:
-    """Return FedProx: local SGD held near the global model, averaged."""
-    return Algorithm(
-        "fedprox",
-        proximal(hyperparameters.mu, hyperparameters.learning_rate, hyperparameters.batch_size),
-        _averaging(hyperparameters),
-    )
+def fedprox(h: Hyperparameters) -> Algorithm:
+    """Return FedProx: local SGD with a proximal term, averaged."""
+    return replace(fedavg(h), name="fedprox", local=proximal(h.mu, h.learning_rate, h.batch_size))
 
 
-def folb(hyperparameters: Hyperparameters) -> Algorithm:
-    """Return FOLB: FedProx weighed by how each device's gradient agrees with the cohort's."""
-    return replace(fedprox(hyperparameters), name="folb", rule=rules.folb(hyperparameters.smoothness))
+def folb(h: Hyperparameters) -> Algorithm:
+    """Return FOLB: FedProx, each update weighted by how far its device's gradient agrees with the cohort's."""
+    return replace(fedprox(h), name="folb", rule=rules.folb())
 
 
 def contextual_version(algorithm: Algorithm | str, smoothness: float) -> Algorithm:
     """Return ``algorithm`` with the paper's aggregation in place of its own (Algorithm 2).
 
-    A name stands for that algorithm of the table with the learning rate that goes with the paper's β: 1 / smoothness.
+    A name stands for that algorithm of the table at the learning rate that goes with the paper's β: 1 / smoothness.
 
-    >>> contextual_version(fedavg(Hyperparameters(learning_rate=0.1, smoothness=10)), smoothness=10).name
-    'fedavg-contextual'
     >>> contextual_version("fedavg", smoothness=10).local.learning_rate
     0.1
     """
-    made = _made(algorithm, smoothness)
-    return replace(made, name=f"{made.name}-contextual", rule=rules.contextual(smoothness))
+    base = _resolved(algorithm, smoothness)
+    return replace(base, name=f"{base.name}-contextual", rule=rules.contextual(smoothness))
 
 
 def expected_version(algorithm: Algorithm | str, smoothness: float) -> Algorithm:
-    """Return ``algorithm``, made or by name, with the aggregation of section III-C, the exact form of its equation.
+    """Return ``algorithm`` with the aggregation of section III-C, in the exact form of its equation.
 
     >>> expected_version(fedavg(Hyperparameters(learning_rate=0.1, smoothness=10)), smoothness=10).name
     'fedavg-expected'
     """
-    made = _made(algorithm, smoothness)
-    return replace(made, name=f"{made.name}-expected", rule=rules.expected_contextual(smoothness))
+    base = _resolved(algorithm, smoothness)
+    return replace(base, name=f"{base.name}-expected", rule=rules.expected_contextual(smoothness))
+
+
+def memory_version(algorithm: Algorithm) -> Algorithm:
+    """Return ``algorithm`` with contextual aggregation with memory in place of its own rule.
+
+    >>> memory_version(fedavg(Hyperparameters(learning_rate=0.1, smoothness=10))).name
+    'fedavg-memory'
+    """
+    return replace(algorithm, name=f"{algorithm.name}-memory", rule=contextual_memory())
 
 
 ALGORITHMS: dict[str, Callable[[Hyperparameters], Algorithm]] = {
     "fedavg": fedavg,
     "fedprox": fedprox,
     "folb": folb,
-    "fedavg-contextual": lambda hyperparameters: contextual_version(
-        fedavg(hyperparameters), hyperparameters.smoothness
-    ),
-    "fedprox-contextual": lambda hyperparameters: contextual_version(
-        fedprox(hyperparameters), hyperparameters.smoothness
-    ),
-    "fedavg-expected": lambda hyperparameters: expected_version(fedavg(hyperparameters), hyperparameters.smoothness),
-    "fedprox-expected": lambda hyperparameters: expected_version(fedprox(hyperparameters), hyperparameters.smoothness),
+    "fedavg-contextual": lambda h: contextual_version(fedavg(h), h.smoothness),
+    "fedprox-contextual": lambda h: contextual_version(fedprox(h), h.smoothness),
+    "fedavg-expected": lambda h: expected_version(fedavg(h), h.smoothness),
+    "fedprox-expected": lambda h: expected_version(fedprox(h), h.smoothness),
+    "fedavg-memory": lambda h: memory_version(fedavg(h)),
+    "fedprox-memory": lambda h: memory_version(fedprox(h)),
 }
 
 
@@ -105,19 +108,8 @@ def algorithm_named(name: str, hyperparameters: Hyperparameters) -> Algorithm:
     return ALGORITHMS[name](hyperparameters)
 
 
-def _made(algorithm: Algorithm | str, smoothness: float) -> Algorithm:
+def _resolved(algorithm: Algorithm | str, smoothness: float) -> Algorithm:
     if isinstance(algorithm, Algorithm):
         return algorithm
-    return algorithm_named(
-        algorithm, Hyperparameters(learning_rate=1 / positive("smoothness", smoothness), smoothness=smoothness)
-    )
-
-
-def _averaging(hyperparameters: Hyperparameters) -> Rule:
-    if hyperparameters.averaging not in ("mean", "samples"):
-        raise FedcontextError(f"averaging must be 'mean' or 'samples', got {hyperparameters.averaging!r}")
-    return (
-        rules.mean(hyperparameters.smoothness)
-        if hyperparameters.averaging == "mean"
-        else rules.by_samples(hyperparameters.smoothness)
-    )
+    rate = 1 / positive("smoothness", smoothness)
+    return algorithm_named(algorithm, Hyperparameters(learning_rate=rate, smoothness=smoothness))

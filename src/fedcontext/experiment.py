@@ -34,8 +34,8 @@ class Experiment:
     seed: int = 0
     data_seed: int = 0
     devices_per_round: int = 10
-    k2: int | Literal["N"] = "N"  # probes; 0: the cohort's own gradients
-    pool: int | Literal["N"] = "N"  # devices beside the cohort for the expected rules; N: full participation
+    probes: int | Literal["cohort", "all"] = "all"
+    pool: int | Literal["all"] = "all"  # devices beside the cohort for the expected rules; N: full participation
     epochs: tuple[int, int] = (1, 20)
     batch_size: int = 10
     learning_rate: float = None  # type: ignore[assignment]  # likewise
@@ -100,7 +100,9 @@ def _settled(given: Experiment) -> dict[str, Any]:
         settings["engine"] = "torch" if deep else "numba" if find_spec("numba") else "reference"
     settings |= {name: _whole(name, settings[name], least) for name, least in WHOLE.items()}
     settings |= {name: _number(name, settings[name]) for name in NUMBERS}
-    settings |= {name: _whole(name, settings[name], 0) for name in ("k2", "pool") if settings[name] != "N"}
+    settings |= {
+        name: _whole(name, settings[name], 0) for name in ("probes", "pool") if settings[name] not in ("all", "cohort")
+    }
     settings["learning_rate"] = positive("learning_rate", settings["learning_rate"])
     if settings["smoothness"] not in ("1/lr", "measured"):
         settings["smoothness"] = positive("smoothness", settings["smoothness"])

@@ -1,4 +1,4 @@
-"""How fast devices and links are: who answers in time, and what a round costs in seconds and bytes."""
+"""Device speeds and links: whose replies arrive in time, and what a round costs in seconds and bytes."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Fleet:
     latencies: FloatArray  # (N,) seconds, one way
     bandwidths: FloatArray  # (N,) bytes a second
 
-    def seconds(self, devices: IntArray, samples: IntArray | FloatArray, sent: float) -> FloatArray:
-        """Return when each device's answer arrives: two trips, ``sent`` bytes on the link, ``samples`` of work.
+    def seconds(self, devices: IntArray, samples: IntArray | FloatArray, sent: float | IntArray | FloatArray) -> FloatArray:
+        """Return when each device's reply arrives: two trips, ``sent`` bytes on the link, ``samples`` of work.
 
         >>> fleet = make_fleet(PROFILES["even"], population=3, seed=0)
         >>> fleet.seconds(np.array([0]), samples=np.array([500]), sent=2e6)
@@ -84,19 +84,19 @@ def profile_named(name: str) -> Profile:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """Who answered in time. Kept: positions in the plan's rows. Excluded: devices, with the reason."""
+class Replies:
+    """Whose replies arrived in time: positions in the plan's rows. Excluded: devices, with the reason."""
 
     cohort: IntArray
     pool: IntArray
     probes: IntArray
     excluded: dict[int, str]
-    seconds: float  # how long the round took
+    seconds: float  # duration of the round
     bytes_down: int
     bytes_up: int
 
 
-def answers(
+def replies(
     fleet: Fleet,
     plan: RoundPlan,
     samples: IntArray,
@@ -104,41 +104,43 @@ def answers(
     *,
     own_gradients: bool = False,
     deadline: float | None = None,
-) -> Answers:
-    """Return who of the plan answers before ``deadline``, and what the round cost.
+) -> Replies:
+    """Return whose replies arrive before ``deadline``, and what the round cost.
 
-    Where more devices train than wanted, the first to answer are kept. A probe sends a gradient instead of an
-    update and makes one pass over its data; ``own_gradients`` adds both to the work of the cohort.
+    A device sends one reply: its update, its gradient (one more pass over its data) or both. Where more devices train than
+    wanted, the first to reply are kept. ``own_gradients`` asks the whole cohort for gradients too.
 
     >>> from fedcontext.plan import plan_round
     >>> plan, fleet = plan_round(0, 1, 50, over_select=0.5), make_fleet(PROFILES["edge"], 50, seed=0)
-    >>> got = answers(fleet, plan, np.full(50, 100), model_bytes=1000)
-    >>> len(plan.devices), len(got.cohort), len(got.excluded)
+    >>> received = replies(fleet, plan, np.full(50, 100), model_bytes=1000)
+    >>> len(plan.devices), len(received.cohort), len(received.excluded)
     (15, 10, 5)
     """
     if deadline is not None and not deadline > 0:
         raise FedcontextError(f"deadline must be positive, got {deadline}")
     limit = np.inf if deadline is None else deadline
-    passes = plan.epochs + own_gradients
-    when = fleet.seconds(plan.devices, passes * samples[plan.devices], (2 + own_gradients) * model_bytes)
+    both = np.isin(plan.devices, plan.probes) | own_gradients
+    when = fleet.seconds(plan.devices, (plan.epochs + both) * samples[plan.devices], (2 + both) * model_bytes)
     when_pool = fleet.seconds(plan.pool, plan.pool_epochs * samples[plan.pool], 2 * model_bytes)
     when_probes = fleet.seconds(plan.probes, samples[plan.probes], 2 * model_bytes)
 
     first = np.sort(np.argsort(when, kind="stable")[: plan.wanted])
     cohort = first[when[first] <= limit]
-    pool, probes = np.flatnonzero(when_pool <= limit), np.flatnonzero(when_probes <= limit)
-    excluded = {int(k): "slower than the devices wanted" for k in np.delete(plan.devices, first)}
-    late = [*np.setdiff1d(plan.devices[first], plan.devices[cohort]), *plan.pool[when_pool > limit]]
-    excluded |= {int(k): "its gradient missed the deadline" for k in plan.probes[when_probes > limit]}
+    trains = np.isin(plan.probes, plan.devices)
+    probes = np.flatnonzero(np.where(trains, np.isin(plan.probes, plan.devices[cohort]), when_probes <= limit))
+    pool = np.flatnonzero(when_pool <= limit)
+    late = [*plan.devices[first[when[first] > limit]], *plan.pool[when_pool > limit]]
+    excluded = {int(k): "gradient missed the deadline" for k in plan.probes[~trains & (when_probes > limit)]}
+    excluded |= {int(k): "over-selection quota met" for k in np.delete(plan.devices, first)}
     excluded |= {int(k): "missed the deadline" for k in late}
-    waited = [when[first], when_pool, when_probes]
     contacted = np.unique(np.concatenate([plan.devices, plan.pool, plan.probes])).size
-    return Answers(
+    gradients = np.count_nonzero(both[cohort]) + np.count_nonzero(~trains[probes])
+    return Replies(
         cohort=cohort,
         pool=pool,
         probes=probes,
         excluded=excluded,
-        seconds=float(min(limit, np.concatenate(waited).max())),
+        seconds=float(min(limit, np.concatenate([when[first], when_pool, when_probes[~trains]]).max())),
         bytes_down=int(contacted * model_bytes),
-        bytes_up=int((len(cohort) * (1 + own_gradients) + len(pool) + len(probes)) * model_bytes),
+        bytes_up=int((len(cohort) + len(pool) + gradients) * model_bytes),
     )

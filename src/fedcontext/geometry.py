@@ -1,28 +1,43 @@
-"""From what the devices sent to a `Geometry`: the few K-sized inner products that a rule sees instead of models."""
+"""From what devices sent to a `Geometry`: the few K-sized inner products that a rule sees instead of models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 
-from fedcontext.arrays.tree import SCRATCH, FloatArray, Leaves, framework, size_of
+from fedcontext.arrays.tree import SCRATCH, FloatArray, Leaves, Structure, framework
 from fedcontext.errors import FedcontextError
 
-# When products of float32 entries may be formed in float32 (see `float32_suffices`).
-QUICK_CONDITION = 1e3  # of the normalised updates, at most; cohorts of 10 to 30 devices on MNIST have 4 to 73
-FAINTEST = 1e-3  # what is left of the slopes in their mean, at least
-SHORTEST = 1e-14  # root mean square of entries, at least: what float32 loses below 1e-38 is then 1e-10 of the sum
+Structures: TypeAlias = Sequence[Structure] | Mapping[object, Structure]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the devices of one round sent: engines and the Flower strategy return it, `aggregate` takes it.
+
+    Rows are devices in plan order. A mapping names the devices in errors; a sequence numbers them.
+    """
+
+    updates: Structures  # K updates Δₖ = wₖ - w
+    samples: Iterable[float] | None = None  # (K,) training samples of each device
+    gradient: Structure | None = None  # one estimate of ∇f(w), or instead of it:
+    gradients: Structures | None = None  # P gradients ∇F_p(w) of the probes
+    probe_weights: Iterable[float] | None = None  # (P,) how much each probe counts; equal where None
+    own_gradients: Structures | None = None  # K gradients ∇F_k(w) of the updates' own devices
+    pool: Structures | None = None  # updates of devices outside the cohort; they inform the weights only
+    differences: Structures | None = None  # ∇F_p(w) - ∇F_p(w') of the probes, w' the params of the last round
+    population: int | None = None  # devices in all
 
 
 @dataclass(frozen=True)
 class Geometry:
     """The inner products of one round, in float64.
 
-    Rows are the M directions measured: the K devices in the order of their updates, then the pool, if there is
-    one (devices that trained but will not be applied).
+    Rows are the M directions: the K updates in the order of the devices, then those of the pool, if there is one.
 
     >>> geometry = Geometry(gram=np.eye(2), samples=np.ones(2), slopes=np.array([[-1.0, 0.0], [-3.0, 0.0]]))
     >>> geometry.slope
@@ -34,14 +49,12 @@ class Geometry:
     slopes: FloatArray | None = None  # (P, M) <∇F_p, Δk>
     probe_weights: FloatArray | None = None  # (P,) how much each probe counts; equal where None
     alignments: FloatArray | None = None  # (K,) <∇F_k, ∇f>
-    updates: FloatArray | None = None  # (M, n) only for a rule that asks for the vectors themselves
-    gradient: FloatArray | None = None  # (n,) likewise: the estimate of ∇f
 
     @cached_property
     def slope(self) -> FloatArray:
         """(M,) <∇f, Δk>, with ∇f estimated by the weighted mean of the probes' gradients."""
         if self.slopes is None:
-            raise FedcontextError("this geometry has no gradient: measure it with gradients")
+            raise FedcontextError("this geometry has no gradient; measure it with gradients")
         return shares(self.probe_weights, len(self.slopes)) @ self.slopes
 
     @property
@@ -52,7 +65,7 @@ class Geometry:
 
     @cached_property
     def condition(self) -> float:
-        """Condition of the Gram matrix of the normalised, non-zero updates: 1 is orthogonal, 1e16 singular."""
+        """Condition number of the Gram matrix of the normalised, non-zero updates: 1 is orthogonal, 1e16 singular."""
         norms = np.sqrt(np.diag(self.gram))
         moved = norms > 0
         if not moved.any():
@@ -62,111 +75,47 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What came back from the devices in one round, leaf by leaf; rows are devices in plan order."""
+class Vectors:
+    """A `Report` after validation: every structure as its leaves by name, every count as an array."""
 
-    updates: Sequence[Leaves]  # K of them
+    updates: list[Leaves]  # K
     samples: FloatArray  # (K,)
-    gradients: Sequence[Leaves] = ()  # P of them, from the probes
-    own_gradients: Sequence[Leaves] = ()  # K of them, or none: from the updates' own devices
-    probe_weights: FloatArray | None = None  # (P,)
-    pool: Sequence[Leaves] = ()  # updates of devices outside the cohort: they inform, they are not applied
+    gradients: list[Leaves]  # P, the probes' or the one estimate
+    own_gradients: list[Leaves]  # K, or none
+    probe_weights: FloatArray | None  # (P,)
+    pool: list[Leaves]
+    differences: list[Leaves]  # one for each probe, or none
 
 
 def measure(
-    report: Report, layers: Iterable[str] | None = None, needs: Iterable[str] = (), scratch: int = SCRATCH
+    vectors: Vectors, layers: Iterable[str] | None = None, alignments: bool = False, scratch: int = SCRATCH
 ) -> Geometry:
     """Return the geometry of what the devices sent, in one pass over the blocks of the chosen ``layers``.
 
-    Where products of float32 entries were formed in float32 and that will not do, a second pass forms them in float64.
-    Where there are no probes the cohort's own gradients stand in for them (K2 = 0). What only some rules look at is
-    measured if they say that they need it. Structures and shapes must agree: `fedcontext.aggregate` checks that.
-
-    >>> move, pull = {"w": np.array([3.0, 4.0])}, {"w": np.array([1.0, 0.0])}
-    >>> geometry = measure(Report(updates=[move], samples=np.ones(1), gradients=[pull]))
-    >>> float(geometry.gram[0, 0]), float(geometry.slope[0])
-    (25.0, 3.0)
+    Without probes the cohort's own gradients estimate the global one (the paper's K2 = 0). ``alignments`` asks for the
+    inner products of the own gradients with that estimate.
     """
-    updates, probes = [*report.updates, *report.pool], report.gradients or report.own_gradients
-    count, names = len(updates), list(updates[0] if layers is None else layers)
-    weights = shares(report.probe_weights, len(probes)) if probes else np.zeros(0)
-    both, exact = _products(updates, probes, names, scratch, quick=True)
-    if not exact and not float32_suffices(both, sum(size_of(updates[0][name]) for name in names), weights):
-        both, _ = _products(updates, probes, names, scratch)
-    owns, vectors = report.own_gradients, "vectors" in needs
-    between = _products(owns, probes, names, scratch)[0][:, len(owns) :] if "own gradients" in needs else None
+    rows, probes = [*vectors.updates, *vectors.pool], vectors.gradients or vectors.own_gradients
+    names = list(rows[0] if layers is None else layers)
+    products = _products(rows, probes, names, scratch)
+    between = _products(vectors.own_gradients, probes, names, scratch) if alignments else None
     return Geometry(
-        gram=both[:, :count],
-        samples=report.samples,
-        slopes=both[:, count:].T if probes else None,
-        probe_weights=report.probe_weights,
-        alignments=None if between is None else between @ weights,
-        updates=_vectors(updates, names) if vectors else None,
-        gradient=weights @ _vectors(probes, names) if vectors else None,
+        gram=products[:, : len(rows)],
+        samples=vectors.samples,
+        slopes=products[:, len(rows) :].T if probes else None,
+        probe_weights=vectors.probe_weights,
+        alignments=None if between is None else between[:, len(between) :] @ shares(vectors.probe_weights, len(probes)),
     )
 
 
-def _products(
-    rows: Sequence[Leaves], columns: Sequence[Leaves], names: Sequence[str], scratch: int, quick: bool = False
-) -> tuple[FloatArray, bool]:
-    """Return (K, K + P), the inner products over all leaves, and whether every one is exact to float64."""
-    total, exact = np.zeros((len(rows), len(rows) + len(columns))), True
-    with np.errstate(over="ignore", invalid="ignore"):  # whoever uses the products looks whether they are finite
+def _products(rows: Sequence[Leaves], columns: Sequence[Leaves], names: Sequence[str], scratch: int) -> FloatArray:
+    """Return (K, K + P), the inner products of the rows with the rows and the columns over all leaves."""
+    total = np.zeros((len(rows), len(rows) + len(columns)))
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller checks whether the products are finite
         for name in names:
-            ways = framework(rows[0][name])
-            found = ways.products([row[name] for row in rows], [column[name] for column in columns], scratch, quick)
-            total, exact = total + found[0], exact and found[1]
-    return total, exact
-
-
-def float32_suffices(products: FloatArray, size: int, probe_shares: FloatArray) -> bool:
-    """Return whether products over ``size`` entries, multiplied in float32, serve a rule as well as exact ones.
-
-    Their errors are some 1e-8 of the vectors' lengths, or 2e-6 if all entries are equal: more than the slope itself,
-    where a gradient stands that upright on an update. Those of the weights (or of distances between updates) are as many
-    times larger as the normalised updates' condition says: it must be small. So must be what probes cancel of each
-    other in their mean. Nothing may have overflowed, and neither an update, nor a gradient as far as it lies along the
-    updates, may be so short that squares of its entries are too small for float32.
-
-    >>> one = np.ones(1)
-    >>> float32_suffices(np.array([[1.0, 0.1, 0.3], [0.1, 1.0, 0.2]]), size=3, probe_shares=one)
-    True
-    >>> float32_suffices(np.array([[1.0, 0.9999, 1], [0.9999, 1.0, 1]]), 3, one), float32_suffices(np.array([[1e-30, 1]]), 3, one)
-    (False, False)
-    """
-    count = len(products)
-    lengths, shortest = np.sqrt(np.diag(products)), SHORTEST * size**0.5
-    if not np.isfinite(products).all() or lengths.min() < shortest:
-        return False
-    normal = products / lengths[:, None]
-    slopes, gram = normal[:, count:], normal[:, :count] / lengths
-    along, mean = np.abs(slopes).max(axis=0), np.abs(slopes @ probe_shares).max()
-    lasting = bool((along >= shortest).all() and mean >= FAINTEST * along.max(initial=0))
-    if not lasting or is_well_conditioned(gram, QUICK_CONDITION):
-        return lasting
-    values = np.linalg.eigvalsh(gram)
-    return bool(values[-1] <= QUICK_CONDITION * values[0])
-
-
-def is_well_conditioned(matrix: FloatArray, limit: float) -> bool:
-    """Return True where a symmetric matrix is quickly seen to be positive and of a condition of at most ``limit``.
-
-    No eigenvalue is above the largest sum of a row's sizes, and none below what can be taken off the diagonal with a
-    Cholesky factor left. False says little: that sum can be √K times the largest eigenvalue.
-
-    >>> is_well_conditioned(np.array([[1.0, 0.5], [0.5, 1.0]]), limit=4), is_well_conditioned(np.ones((2, 2)), limit=1e6)
-    (True, False)
-    """
-    try:
-        np.linalg.cholesky(matrix - np.abs(matrix).sum(axis=0).max() / limit * np.eye(len(matrix)))
-    except np.linalg.LinAlgError:
-        return False
-    return True
-
-
-def _vectors(structures: Sequence[Leaves], names: Sequence[str]) -> FloatArray:
-    parts = [framework(structures[0][name]).vectors([each[name] for each in structures]) for name in names]
-    return np.hstack(parts)
+            library = framework(rows[0][name])
+            total += library.products([row[name] for row in rows], [column[name] for column in columns], scratch)[0]
+    return total
 
 
 def shares(weights: FloatArray | None, count: int) -> FloatArray:

@@ -1,7 +1,7 @@
-"""Who trains, how long, and who probes: pure in (seed, round), and the only home of a round's randomness.
+"""Who trains, for how long, and who probes: a pure function of (seed, round), and the only source of its randomness.
 
-Every draw has its own generator, keyed by what it is for, so that no draw can shift another: the same seed gives
-the same devices, epochs and batches to every algorithm, whatever its rule, its probes, the engine or its workers.
+Every draw has its own generator, keyed by its purpose, so that no draw can shift another: the same seed gives the same
+devices, epochs and batches to every algorithm, whatever its rule, its probes, the engine or the number of workers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,9 @@ def words(*keys: int) -> list[int]:
     return cut
 
 
+Probes: TypeAlias = int | Literal["cohort", "all"]  # the paper's K2: a number, 0 ("cohort") or N ("all")
+
+
 @dataclass(frozen=True)
 class RoundPlan:
     """What one round asks of the devices."""
@@ -67,7 +70,7 @@ class RoundPlan:
     number: int  # from 1
     devices: IntArray  # (K,) the cohort, or more than wanted where the server over-selects
     epochs: IntArray  # (K,)
-    probes: IntArray  # (P,) report their gradient at the round's start; empty: the cohort's own stand in
+    probes: IntArray  # (P,) report their gradient at the round's params; may overlap with the cohort, or be the cohort
     pool: IntArray  # train too, and inform the weights without being applied
     pool_epochs: IntArray
     wanted: int  # how many of the devices the server waits for
@@ -80,35 +83,41 @@ def plan_round(
     *,
     devices_per_round: int = 10,
     epochs: tuple[int, int] = (1, 20),
-    probes: int = 0,
-    pool: int = 0,
+    probes: Probes | None = None,
+    pool: int | Literal["all"] = 0,
     over_select: float = 0.0,
 ) -> RoundPlan:
     """Return the plan of round ``number``: a uniform draw without replacement, epochs uniform in a closed range.
 
-    Probes are drawn independently of the cohort; the pool is drawn from those outside it.
+    A number of probes is drawn independently of the cohort; the pool is drawn from the devices outside the cohort.
 
     >>> plan = plan_round(seed=0, number=1, population=100, devices_per_round=3, probes=2)
     >>> len(plan.devices), len(plan.probes), bool((plan.epochs >= 1).all())
     (3, 2, True)
     """
-    _check(population, devices_per_round, epochs, probes, pool, over_select)
+    pooled = population - devices_per_round if pool == "all" else pool
+    _check(population, devices_per_round, epochs, probes, pooled, over_select)
     selected = min(math.ceil(devices_per_round * (1 + over_select) - 1e-9), population)
     devices = generator(seed, number, Stream.SELECTION).choice(population, selected, replace=False)
-    others = np.setdiff1d(np.arange(population), devices) if pool else devices[:0]
-    pooled = generator(seed, number, Stream.POOL).permutation(others)[:pool]
-    everyone = probes == population
+    others = np.setdiff1d(np.arange(population), devices) if pooled else devices[:0]
+    pool_devices = generator(seed, number, Stream.POOL).permutation(others)[:pooled]
     return RoundPlan(
         number=number,
         devices=devices,
         epochs=_epochs(seed, number, devices, epochs),
-        probes=np.arange(population)
-        if everyone
-        else generator(seed, number, Stream.PROBES).choice(population, probes, replace=False),
-        pool=pooled,
-        pool_epochs=_epochs(seed, number, pooled, epochs),
+        probes=_probes(seed, number, population, devices, probes),
+        pool=pool_devices,
+        pool_epochs=_epochs(seed, number, pool_devices, epochs),
         wanted=devices_per_round,
     )
+
+
+def _probes(seed: int, number: int, population: int, cohort: IntArray, probes: Probes | None) -> IntArray:
+    if probes == "cohort":
+        return cohort
+    if probes == "all" or probes == population:
+        return np.arange(population)
+    return generator(seed, number, Stream.PROBES).choice(population, probes or 0, replace=False)
 
 
 def batches(seed: int, number: int, device: int, samples: int, epochs: int, size: int) -> Iterator[IntArray]:
@@ -139,13 +148,16 @@ def _epochs(seed: int, number: int, devices: IntArray, bounds: tuple[int, int]) 
     return np.array(draws, dtype=np.int64)
 
 
-def _check(population: int, devices: int, epochs: tuple[int, int], probes: int, pool: int, over_select: float) -> None:
+def _check(
+    population: int, devices: int, epochs: tuple[int, int], probes: Probes | None, pool: int, over_select: float
+) -> None:
     if not 1 <= devices <= population:
         raise FedcontextError(f"devices per round must be between 1 and {population} (all devices), got {devices}")
     if not 1 <= epochs[0] <= epochs[1]:
         raise FedcontextError(f"epochs must be a range like 1..20 with 1 <= low <= high, got {epochs[0]}..{epochs[1]}")
-    if not 0 <= probes <= population:
-        raise FedcontextError(f"k2 must be between 0 and {population} (all devices), got {probes}")
+    known = probes in (None, "cohort", "all")
+    if not known and not (isinstance(probes, int) and not isinstance(probes, bool) and 1 <= probes <= population):
+        raise FedcontextError(f"probes must be 'cohort', 'all' or a number from 1 to {population}, got {probes!r}")
     if not 0 <= pool <= population - devices:
         raise FedcontextError(f"pool must be between 0 and {population - devices} (the other devices), got {pool}")
     if not 0 <= over_select < math.inf:

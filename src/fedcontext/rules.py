@@ -1,41 +1,75 @@
-"""The aggregation rules, side by side: each turns a `Geometry` into one weight per device.
+"""Aggregation rules, side by side: each turns a `Geometry` into one weight per device.
 
-Write D for the K x n matrix of updates, g for the estimate of ∇f(w), G = D Dᵀ, b = D g. The step is
-Σ αₖ Δₖ (eq. 4) and the smoothness bound on the loss it leads to (eq. 5) is f(w) + b·α + (β/2) αᵀ G α.
+Write D for the K x n matrix of updates, g for the estimate of ∇f(w), G = D Dᵀ and b = D g. The step is Σ αₖ Δₖ (eq. 4),
+and the smoothness bound on the loss after it (eq. 5) is f(w) + b·α + (β/2) αᵀ G α.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from fedcontext.arrays.tree import FloatArray
+from fedcontext.arrays.tree import FloatArray, Structure
 from fedcontext.errors import FedcontextError, positive
-from fedcontext.geometry import Geometry, is_well_conditioned, shares
+from fedcontext.geometry import Geometry, shares
+from fedcontext.sums import Sums
 
-Need: TypeAlias = Literal["gradient", "own gradients", "pool", "samples", "vectors"]
-State: TypeAlias = Any  # small and easy to save; None for a rule without memory
+Need: TypeAlias = Literal["gradient", "differences", "own gradients", "pool", "samples"]
+State: TypeAlias = Any  # numbers, arrays, and lists, tuples and dicts of them; None for a rule without memory
 
-NULL_SPACE_LIMIT = 10_000  # its memory grows with n², its time with n³
-CUT = 1e-13  # eigenvalues of a normalised Gram matrix below this share of the largest count as zero
-MILD = 1e6  # condition of a normalised Gram matrix up to which elimination does as well as eigenvalues, sooner
+EIGENVALUE_CUT = 1e-13  # eigenvalues of a normalised Gram matrix below this share of the largest count as zero
+
+
+def _no_state(params: Structure) -> State:
+    return None
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How to weigh the devices of a round: ``weigh(geometry, state) -> (weights, state)``.
+    """How the server weighs the devices of a round: ``weigh(geometry, state) -> (weights, state)``.
 
-    ``needs`` says what the geometry must hold beyond the updates, ``smoothness`` at which β the bound is valued.
+    ``needs`` names what devices must send beyond their updates, ``init(params)`` gives the state before the first round,
+    and ``smoothness`` is the β that the rule itself uses, if any.
     """
 
     name: str
     weigh: Callable[[Geometry, State], tuple[FloatArray, State]]
     needs: frozenset[Need] = frozenset()
     smoothness: float | None = None
-    init: Callable[[], State] = lambda: None
+    init: Callable[[Structure], State] = _no_state
+
+    def __post_init__(self) -> None:
+        _check_needs(self.name, self.needs)
+
+
+@dataclass(frozen=True)
+class SumRule:
+    """A rule that sees sums over devices alone: ``step(sums, state, population) -> (step, state, info)``.
+
+    The step is a flat float64 vector over the floating-point leaves, ``population`` the number of devices in all (None
+    where unknown) and ``info`` what is merely interesting.
+    """
+
+    name: str
+    step: Callable[[Sums, State, int | None], tuple[FloatArray, State, dict[str, Any]]]
+    needs: frozenset[Need] = frozenset()
+    init: Callable[[Structure], State] = _no_state
+    smoothness: None = None
+
+    def __post_init__(self) -> None:
+        _check_needs(self.name, self.needs)
+
+
+AnyRule: TypeAlias = Rule | SumRule
+
+
+def _check_needs(name: str, needs: frozenset[Need]) -> None:
+    if unknown := set(needs) - set(get_args(Need)):
+        known = ", ".join(map(repr, get_args(Need)))
+        raise FedcontextError(f"rule {name!r}: needs must be among {known}, got {sorted(unknown)}")
 
 
 def stateless(
@@ -56,27 +90,27 @@ def stateless(
 
 
 def bound(geometry: Geometry, weights: FloatArray, smoothness: float) -> float:
-    """Return the loss change that the bound allows at most, b·α + (β/2) αᵀ G α (eqs. 5 and 6).
+    """Return the upper bound on the loss change, b·α + (β/2) αᵀ G α (eqs. 5 and 6).
 
     >>> bound(Geometry(np.eye(1), np.ones(1), slopes=np.array([[-2.0]])), np.array([1.0]), smoothness=2.0)
     -1.0
     """
-    count = len(weights)  # the cohort's rows; a pool's, behind them, are not applied
+    count = len(weights)  # rows behind the cohort's are a pool's, which is not applied
     return float(geometry.slope[:count] @ weights + smoothness / 2 * weights @ geometry.gram[:count, :count] @ weights)
 
 
-def mean(smoothness: float | None = None) -> Rule:
-    """Return FedAvg's rule: every device counts the same, αₖ = 1/K (eq. 2)."""
-    return stateless("mean", lambda geometry: shares(None, len(geometry.samples)), smoothness=smoothness)
+def mean() -> Rule:
+    """Return FedAvg's rule in the paper: every device counts the same, αₖ = 1/K (eq. 2)."""
+    return stateless("mean", lambda geometry: shares(None, len(geometry.samples)))
 
 
-def by_samples(smoothness: float | None = None) -> Rule:
-    """Return the averaging of most code: a device counts by its samples, αₖ = nₖ / Σ nⱼ."""
-    return stateless("by_samples", lambda g: shares(g.samples, len(g.samples)), ("samples",), smoothness)
+def by_samples() -> Rule:
+    """Return FedAvg's rule in most code: a device counts by its samples, αₖ = nₖ / Σ nⱼ."""
+    return stateless("by_samples", lambda geometry: shares(geometry.samples, len(geometry.samples)), ("samples",))
 
 
-def folb(smoothness: float | None = None) -> Rule:
-    """Return FOLB's rule: αₖ = <∇F_k, g> / Σ|<∇F_j, g>|, signed; g is the cohort's mean gradient, or the probes'.
+def folb() -> Rule:
+    """Return FOLB's rule: αₖ = <∇F_k, g> / Σ|<∇F_j, g>|, signed; g is the mean gradient of the cohort or of the probes.
 
     >>> weights, _ = folb().weigh(Geometry(np.eye(2), np.ones(2), alignments=np.array([3.0, -1.0])), None)
     >>> weights
@@ -88,34 +122,29 @@ def folb(smoothness: float | None = None) -> Rule:
         total = np.abs(geometry.alignments).sum()
         return geometry.alignments / total if total > 0 else shares(None, len(geometry.samples))
 
-    return stateless("folb", weigh, ("own gradients",), smoothness)
+    return stateless("folb", weigh, ("own gradients",))
 
 
-def contextual(smoothness: float, solver: Literal["gram", "null-space"] = "gram") -> Rule:
+def contextual(smoothness: float) -> Rule:
     """Return the paper's rule (Algorithm 2): the weights with the lowest bound, β G α = -b (eq. 7).
 
-    The step is -(1/β) times the projection of g onto the span of the updates: unique even where the weights
-    are not. ``solver="null-space"`` is the paper's own method, kept as the reference for small models.
+    The step is -(1/β) times the projection of g onto the span of the updates: unique even where the weights are not.
 
     >>> weights, _ = contextual(smoothness=2).weigh(Geometry(np.eye(1), np.ones(1), slopes=np.array([[-4.0]])), None)
     >>> weights
     array([2.])
     """
     beta = positive("smoothness", smoothness)
-    if solver == "gram":
-        return stateless("contextual", lambda g: -solve(g.gram, g.slope) / beta, ("gradient",), beta)
-    if solver == "null-space":
-        return stateless("contextual (null space)", lambda g: _in_null_space(g, beta), ("gradient", "vectors"), beta)
-    raise FedcontextError(f"solver must be 'gram' or 'null-space', got {solver!r}")
+    return stateless("contextual", lambda g: -solve(g.gram, g.slope) / beta, ("gradient",), beta)
 
 
 def expected_contextual(smoothness: float, form: Literal["exact", "printed"] = "exact") -> Rule:
     """Return the rule of section III-C: the lowest bound in expectation over which K of M devices are selected.
 
-    The M are everyone who trained: all N under full participation, or the cohort and a pool of N' devices beside
-    it. The cohort's K weights are applied, the pool only informs them. With ρ = (K-1)/(M-1) the weights solve
-    b + β[ρ G + (1-ρ) diag G] α = 0. ``form="printed"`` is the paper's own equation, which has ρ on the diagonal
-    too (but a device is paired with itself whenever it is selected, more often than with any other).
+    The M devices are all that trained: all N under full participation, or the cohort and a pool of N' devices outside it.
+    Only the cohort's K weights are applied. With ρ = (K-1)/(M-1) the weights solve b + β[ρ G + (1-ρ) diag G] α = 0.
+    ``form="printed"`` is the paper's own equation, with ρ on the diagonal too (although a selected device is always
+    paired with itself).
 
     >>> geometry = Geometry(gram=np.eye(2), samples=np.ones(1), slopes=np.array([[-1.0, -1.0]]))  # a pool of one
     >>> weights, _ = expected_contextual(smoothness=1).weigh(geometry, None)
@@ -141,48 +170,27 @@ def expected_gram(geometry: Geometry, form: str = "exact") -> FloatArray:
            [1., 2., 1.],
            [1., 1., 2.]])
     """
-    selected, everyone = len(geometry.samples), len(geometry.gram)
-    pair = (selected - 1) / (everyone - 1) if everyone > 1 else 1.0
+    selected, trained = len(geometry.samples), len(geometry.gram)
+    pair = (selected - 1) / (trained - 1) if trained > 1 else 1.0
     if form == "printed" and pair == 0:
-        raise FedcontextError("the printed form divides by K - 1 = 0 when one device is selected: use form='exact'")
+        raise FedcontextError("the printed form divides by K - 1 = 0 when one device is selected; use form='exact'")
     own = pair if form == "printed" else 1.0
     return pair * geometry.gram + (own - pair) * np.diag(np.diag(geometry.gram))
 
 
 def solve(gram: FloatArray, right: FloatArray) -> FloatArray:
-    """Return the x with gram @ x = right, for a positive semi-definite, perhaps singular matrix.
+    """Return the x with gram @ x = right, for a positive semi-definite, possibly singular matrix.
 
-    Rows and columns are normalised first, so that an update's length does not decide whether it counts; where many
-    x solve it, the one that is least in the normalised coordinates comes back.
+    Rows and columns are normalised first, so that an update's length does not decide whether it counts. Eigenvalues below
+    a relative cut are dropped: duplicate, zero and parallel updates are harmless, and of many solutions the one with
+    the smallest norm in normalised coordinates is returned.
 
     >>> solve(np.array([[4.0, 0.0], [0.0, 0.0]]), np.array([2.0, 0.0]))
     array([0.5, 0. ])
     """
     scale = np.sqrt(np.diag(gram))
     inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
-    normal = inverse[:, None] * gram * inverse
-    if is_well_conditioned(normal, MILD):
-        return np.asarray(inverse * np.linalg.solve(normal, inverse * right))
-    values, vectors = np.linalg.eigh(normal)
-    kept = values > CUT * max(values[-1], 0)
+    values, vectors = np.linalg.eigh(inverse[:, None] * gram * inverse)
+    kept = values > EIGENVALUE_CUT * max(values[-1], 0)
     vectors = vectors[:, kept]
     return np.asarray(inverse * (vectors @ ((vectors.T @ (inverse * right)) / values[kept])))
-
-
-def _in_null_space(geometry: Geometry, smoothness: float) -> FloatArray:
-    """Return Algorithm 2's weights as written: a basis e of the updates' null space, then g + β Σ αₖ Δₖ = Σ xᵢ eᵢ."""
-    updates, gradient = geometry.updates, geometry.gradient
-    assert updates is not None, "the null-space solver needs the vectors"
-    assert gradient is not None, "the null-space solver needs the vectors"
-    norms = np.linalg.norm(updates, axis=1)
-    moved = norms > 0
-    directions = updates[moved] / norms[moved, None]
-    if not moved.any():
-        return np.zeros(len(updates))
-    _, singular, rows = np.linalg.svd(directions, full_matrices=True)
-    basis = rows[int((singular > CUT**0.5 * singular[0]).sum()) :]
-    system = np.hstack([-directions.T, basis.T])  # n equations for the β αₖ ‖Δₖ‖ and the xᵢ
-    solution = np.linalg.lstsq(system, gradient, rcond=CUT**0.5)[0]
-    weights = np.zeros(len(updates))
-    weights[moved] = solution[: moved.sum()] / norms[moved] / smoothness
-    return weights

@@ -73,7 +73,7 @@ def _best_kept(path: Path, new: bool) -> Iterator[None]:
 
 def _played(simulation: Simulation, state: State | None, saved: Path | None) -> Iterator[RoundRecord]:
     """Yield the rounds to come; each is checkpointed after its record has been written."""
-    for after, record in simulation.play(state):
+    for after, record in simulation.run(state):
         yield record
         if saved is not None:
             facts = {"number": after.number, "loss": after.loss}

@@ -1,14 +1,13 @@
-"""What β is: a number, the paper's 1 / learning rate, or the curvature of the loss, measured."""
+"""How β is chosen: a number, the paper's 1 / learning rate, or the measured curvature of the loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fedcontext.arrays.tree import Array, Structure, leaves, rebuild
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.plan import Stream, generator
 
@@ -38,64 +37,33 @@ def curvature(
     params: npt.NDArray[Any],
     *,
     iterations: int = 10,
-    reach: float = 1e-2,
+    radius: float = 1e-2,
 ) -> float:
     """Return the largest eigenvalue of the Hessian at ``params``, by Lanczos' method on differences of the gradient.
 
-    That is the smoothness of the loss near ``params``; further away the loss may bend more or less.
+    That is the smoothness of the loss near ``params``; further away the curvature may be larger or smaller.
 
     >>> hessian = np.diag([1.0, 5.0])
     >>> round(curvature(lambda w: hessian @ w, np.zeros(2)), 6)
     5.0
     """
 
-    def bend(direction: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the Hessian times ``direction``."""
-        step = (reach * direction).astype(params.dtype)
+    def hessian_times(direction: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        step = (radius * direction).astype(params.dtype)
         difference: npt.NDArray[Any] = gradient(params + step).astype(np.float64) - gradient(params - step)
-        return difference.ravel() / (2 * reach)
+        return difference.ravel() / (2 * radius)
 
     basis = np.zeros((0, params.size))
     images = np.zeros((0, params.size))
     direction = generator(0, 0, Stream.DATA).standard_normal(params.size)
     for _ in range(min(iterations, params.size)):
-        for _ in range(2):  # once leaves rounding errors behind
+        for _ in range(2):  # once leaves rounding errors
             direction = direction - basis.T @ (basis @ direction)
         length = np.linalg.norm(direction)
         if length <= 1e-6 * np.linalg.norm(images):
             break
         basis = np.vstack([basis, direction / length])
-        images = np.vstack([images, bend(basis[-1].reshape(params.shape))])
+        images = np.vstack([images, hessian_times(basis[-1].reshape(params.shape))])
         direction = images[-1]
     projected = basis @ images.T
     return float(np.linalg.eigvalsh((projected + projected.T) / 2)[-1])
-
-
-def as_vector(
-    params: Structure, buffers: Collection[str] = ()
-) -> tuple[npt.NDArray[Any], Callable[[npt.NDArray[Any]], Structure]]:
-    """Return params as one flat NumPy vector without the ``buffers``, and the way back from such a vector.
-
-    >>> vector, back = as_vector({"w": np.ones((2, 2)), "steps": np.zeros(1)}, buffers=["steps"])
-    >>> vector, back(vector * 3)["w"]
-    (array([1., 1., 1., 1.]), array([[3., 3.],
-           [3., 3.]]))
-    """
-    base = leaves(params)
-    moving = {name: leaf for name, leaf in base.items() if name not in buffers}
-    hosts = {name: leaf.detach().cpu().numpy() if hasattr(leaf, "detach") else leaf for name, leaf in moving.items()}
-    cuts = np.cumsum([host.size for host in hosts.values()])[:-1]
-
-    def back(vector: npt.NDArray[Any]) -> Structure:
-        pieces = dict(zip(hosts, np.split(vector, cuts), strict=True))
-        return rebuild(
-            params, {name: _like(leaf, pieces[name]) if name in pieces else leaf for name, leaf in base.items()}
-        )
-
-    return np.concatenate([host.reshape(-1) for host in hosts.values()]), back
-
-
-def _like(leaf: Array, values: npt.NDArray[Any]) -> Array:
-    """Return ``values`` as an array of the library, shape and place of ``leaf``."""
-    shaped = values.reshape(leaf.shape)
-    return leaf.new_tensor(shaped) if hasattr(leaf, "new_tensor") else shaped

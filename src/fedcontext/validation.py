@@ -1,9 +1,8 @@
-"""What callers hand to the door, checked: every complaint names the device and the leaf, and comes before any work."""
+"""Input validation for `aggregate`: errors name the device and the leaf, and are raised before any work."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -20,117 +19,125 @@ from fedcontext.arrays.tree import (
     leaves,
 )
 from fedcontext.errors import FedcontextError
-from fedcontext.geometry import Report
-
-Structures: TypeAlias = Sequence[Structure] | Mapping[object, Structure]
+from fedcontext.geometry import Report, Structures, Vectors
 
 
-def take(
-    base: Leaves,
-    updates: Structures,
-    *,
-    gradient: Structure | None = None,
-    gradients: Structures | None = None,
-    own_gradients: Structures | None = None,
-    samples: Iterable[float] | None = None,
-    probe_weights: Iterable[float] | None = None,
-    pool: Structures | None = None,
-    needed: set[str],
-) -> Report:
-    """Return the round's `Report`, each structure checked against the leaves ``base`` of the params.
+def validate(report: Report, base: Leaves, measured: set[str]) -> Vectors:
+    """Return the leaves of a report, each structure checked against the leaves ``base`` of the params.
 
-    Updates must have all leaves of ``base``; gradients at least the ``needed`` ones, those that will be measured.
-    Measuring shows whether these are finite, so only the others are searched here for entries that are not.
+    Updates must have all leaves of ``base``, gradients at least the ``measured`` ones. Leaves that are not measured are
+    searched for entries that are not finite; the inner products show that for the others.
 
-    >>> take({"w": np.zeros(2)}, [{"w": np.zeros(3)}], needed={"w"})
+    >>> validate(Report([{"w": np.zeros(3)}]), {"w": np.zeros(2)}, {"w"})
     Traceback (most recent call last):
     ...
     fedcontext.errors.FedcontextError: device 0: leaf 'w' must have shape (2,), got (3,)
     """
-    if gradient is not None and gradients is not None:
+    if report.gradient is not None and report.gradients is not None:
         raise FedcontextError("give gradient or gradients, not both")
-    moves = _each("device", updates)
-    if not moves:
+    updates = named("device", report.updates)
+    if not updates:
         raise FedcontextError("there are no updates to aggregate")
-    pulls = {"the gradient": gradient} if gradient is not None else _each("probe", gradients)
-    if gradients is not None and not pulls:
-        raise FedcontextError("gradients is empty: leave it out, or give at least one probe's gradient")
-    owns = _each("own gradient of device", own_gradients)
-    if owns and len(owns) != len(moves):
-        raise FedcontextError(f"own_gradients must be one for each of {len(moves)} updates, got {len(owns)}")
+    gradients = {"the gradient": report.gradient} if report.gradient is not None else named("probe", report.gradients)
+    if report.gradients is not None and not gradients:
+        raise FedcontextError("gradients is empty; leave it out, or give at least one probe's gradient")
+    own_gradients = named("own gradient of device", report.own_gradients)
+    if own_gradients and len(own_gradients) != len(updates):
+        raise FedcontextError(f"own_gradients must be one for each of {len(updates)} updates, got {len(own_gradients)}")
+    differences = named("difference of probe", report.differences)
+    if differences and len(differences) != len(gradients or own_gradients):
+        raise FedcontextError(
+            f"differences must be one for each of {len(gradients or own_gradients)} gradients, got {len(differences)}"
+        )
     for name, leaf in base.items():
         if kind_of(leaf) == "other":
             raise FedcontextError(f"params: {leaf_name(name)} must be real floating point or integer, got {leaf.dtype}")
-    counts = _numbers("samples", samples, len(moves))
-    return Report(
-        updates=[_checked(owner, move, base, set(base), needed) for owner, move in moves.items()],
-        samples=np.ones(len(moves)) if counts is None else counts,
-        gradients=[_checked(owner, pull, base, needed, needed) for owner, pull in pulls.items()],
-        own_gradients=[_checked(owner, pull, base, needed, needed) for owner, pull in owns.items()],
-        probe_weights=_numbers("probe_weights", probe_weights, len(pulls or owns)),
-        pool=[_checked(owner, move, base, needed, needed) for owner, move in _each("pool device", pool).items()],
+
+    def checked(structures: Mapping[str, Structure], needed: set[str]) -> list[Leaves]:
+        return [_checked(owner, structure, base, needed, measured) for owner, structure in structures.items()]
+
+    samples = _numbers("samples", report.samples, len(updates))
+    return Vectors(
+        updates=checked(updates, set(base)),
+        samples=np.ones(len(updates)) if samples is None else samples,
+        gradients=checked(gradients, measured),
+        own_gradients=checked(own_gradients, measured),
+        probe_weights=_numbers("probe_weights", report.probe_weights, len(gradients or own_gradients)),
+        pool=checked(named("pool device", report.pool), measured),
+        differences=checked(differences, measured),
     )
 
 
-def blame(measured: set[str], **given: Structures | None) -> None:
-    """Refuse the first structure with an entry that is not finite, by its name; called when a sum was not.
+def raise_not_finite(report: Report, measured: set[str]) -> None:
+    """Raise an error that names the first structure of a report with an entry that is not finite.
 
-    >>> blame({"w"}, device=[{"w": np.zeros(2)}, {"w": np.array([1.0, np.inf])}])
+    >>> raise_not_finite(Report([{"w": np.zeros(2)}, {"w": np.array([1.0, np.inf])}]), {"w"})
     Traceback (most recent call last):
     ...
     fedcontext.errors.FedcontextError: device 1: leaf 'w' has NaN or infinite entries
     """
-    for kind, structures in given.items():
-        for owner, structure in _each(kind.replace("_", " "), structures).items():
-            for name, leaf in leaves(structure).items():
-                if name in measured:
-                    _check_finite(owner, name, leaf)
+    given = {
+        **named("device", report.updates),
+        **({} if report.gradient is None else {"the gradient": report.gradient}),
+        **named("probe", report.gradients),
+        **named("own gradient of device", report.own_gradients),
+        **named("difference of probe", report.differences),
+        **named("pool device", report.pool),
+    }
+    for owner, structure in given.items():
+        for name, leaf in leaves(structure).items():
+            if name in measured:
+                _check_finite(owner, name, leaf)
     raise FedcontextError("the updates are too large: their squares overflow float64")
 
 
-def take_targets(base: Leaves, updates: Structures, out: Structure) -> Leaves:
-    """Return the arrays to write the new params into, checked against the params and against what is still to be read.
+def output_leaves(base: Leaves, updates: Structures, out: Structure) -> Leaves:
+    """Return the arrays to write the new params into, which may not overlap what is still to be read.
 
-    >>> take_targets({"w": np.zeros(2)}, [{"w": np.ones(2)}], {"w": np.zeros(2)})
+    >>> output_leaves({"w": np.zeros(2)}, [{"w": np.ones(2)}], {"w": np.zeros(2)})
     {'w': array([0., 0.])}
     """
     targets = _checked("out", out, base, set(base), set(base))
     for name, leaf in targets.items():
         if not framework(leaf).writable(leaf):
             raise FedcontextError(
-                f"out: {leaf_name(name)} cannot be written in place: give a contiguous, writable array"
+                f"out: {leaf_name(name)} cannot be written in place; give a contiguous, writable array"
             )
-    moves = {owner: leaves(move) for owner, move in _each("device", updates).items()}
-    check_apart(targets, {"params": base, **moves})
+    sources = {owner: leaves(update) for owner, update in named("device", updates).items()}
+    check_apart(targets, {"params": base, **sources})
     return targets
 
 
-def choose(what: str, chosen: Iterable[str | int], base: Leaves) -> set[str]:
+def select_leaves(what: str, chosen: Iterable[str | int], base: Leaves) -> set[str]:
     """Return the names of the chosen leaves, given by name or by position.
 
-    >>> choose("layers", [-1], {"hidden": np.zeros(3), "last": np.zeros(2)})
+    >>> select_leaves("layers", [-1], {"hidden": np.zeros(3), "last": np.zeros(2)})
     {'last'}
     """
-    names, found = list(base), set()
+    names, selected = list(base), set()
     for choice in [chosen] if isinstance(chosen, str | int) else chosen:
         if isinstance(choice, int) and -len(names) <= choice < len(names):
-            found.add(names[choice])
+            selected.add(names[choice])
         elif choice in base:
-            found.add(str(choice))
+            selected.add(str(choice))
         else:
-            raise FedcontextError(f"{what}: there is no leaf {choice!r}, only {', '.join(names) or 'one array'}")
-    return found
+            raise FedcontextError(f"{what}: no leaf {choice!r}; there are {', '.join(names) or 'one array'}")
+    return selected
 
 
-def _each(kind: str, given: Structures | None) -> dict[str, Structure]:
-    """Return what each device gave, under the name by which errors call it."""
+def named(kind: str, given: Structures | None) -> dict[str, Structure]:
+    """Return structures under the names by which errors call them.
+
+    >>> list(named("device", [1.0, 2.0]))
+    ['device 0', 'device 1']
+    """
     if given is None:
         return {}
     if isinstance(given, Mapping):
-        named = {f"{kind} {key}".strip(): value for key, value in given.items()}
-        if len(named) < len(given):
-            raise FedcontextError(f"two of the names {', '.join(map(repr, given))} are written the same")
-        return named
+        by_name = {f"{kind} {key}": value for key, value in given.items()}
+        if len(by_name) < len(given):
+            raise FedcontextError(f"two of the names {', '.join(map(repr, given))} are the same as text")
+        return by_name
     if not isinstance(given, list | tuple) and not hasattr(given, "__len__"):
         raise FedcontextError(f"updates and gradients must be sequences or mappings, got {type(given).__name__}")
     return {f"{kind} {index}": value for index, value in enumerate(given)}
@@ -138,38 +145,38 @@ def _each(kind: str, given: Structures | None) -> dict[str, Structure]:
 
 def _checked(owner: str, structure: Structure, base: Leaves, needed: set[str], measured: set[str]) -> Leaves:
     try:
-        found = leaves(structure)
+        own = leaves(structure)
     except FedcontextError as error:
         raise FedcontextError(f"{owner}: {error}") from None
-    missing, unknown = needed - found.keys(), found.keys() - base.keys()
+    missing, unknown = needed - own.keys(), own.keys() - base.keys()
     if missing or unknown:
         lack = ", ".join(leaf_name(name) for name in base if name in missing)
-        excess = ", ".join(leaf_name(name) for name in found if name in unknown)
-        said = [f"lacks {lack}"] * bool(lack) + [f"has {excess}, unknown to params"] * bool(excess)
-        raise FedcontextError(f"{owner}: the structure differs from params: it {' and '.join(said)}")
-    for name, leaf in found.items():
+        excess = ", ".join(leaf_name(name) for name in own if name in unknown)
+        differences = [f"lacks {lack}"] * bool(lack) + [f"has {excess}, unknown to params"] * bool(excess)
+        raise FedcontextError(f"{owner}: the structure differs from params: it {' and '.join(differences)}")
+    for name, leaf in own.items():
         _check_like(owner, name, leaf, base[name])
         if name not in measured:
             _check_finite(owner, name, leaf)
-    return found
+    return own
 
 
 def _check_like(owner: str, name: str, leaf: Array, base: Array) -> None:
     expected = framework(base)
-    alike = type(leaf) is type(base) and leaf.shape == base.shape and leaf.dtype == base.dtype
-    if alike and expected.place(leaf) == expected.place(base):
+    same = type(leaf) is type(base) and leaf.shape == base.shape and leaf.dtype == base.dtype
+    if same and expected.place(leaf) == expected.place(base):
         return
-    ways = framework(leaf)
-    if ways.name != expected.name:
-        raise FedcontextError(f"{owner}: {leaf_name(name)} must be a {expected.name} array, got {ways.name}")
+    library = framework(leaf)
+    if library.name != expected.name:
+        raise FedcontextError(f"{owner}: {leaf_name(name)} must be a {expected.name} array, got {library.name}")
     if tuple(leaf.shape) != tuple(base.shape):
         raise FedcontextError(
             f"{owner}: {leaf_name(name)} must have shape {tuple(base.shape)}, got {tuple(leaf.shape)}"
         )
     if leaf.dtype != base.dtype:
         raise FedcontextError(f"{owner}: {leaf_name(name)} must have dtype {base.dtype}, got {leaf.dtype}")
-    if ways.place(leaf) != ways.place(base):
-        raise FedcontextError(f"{owner}: {leaf_name(name)} must be on {ways.place(base)}, got {ways.place(leaf)}")
+    if library.place(leaf) != library.place(base):
+        raise FedcontextError(f"{owner}: {leaf_name(name)} must be on {library.place(base)}, got {library.place(leaf)}")
 
 
 def _check_finite(owner: str, name: str, leaf: Array) -> None:

@@ -1,10 +1,10 @@
-"""Engines: who carries out a round's local work. All do the same work; the NumPy one is the reference."""
+"""The engine protocol, and the engines by name. All do the same work; the NumPy one is the reference."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from fedcontext.arrays.tree import FloatArray, Structure
 from fedcontext.datasets.federated import FederatedData
@@ -16,7 +16,7 @@ from fedcontext.plan import IntArray
 
 @dataclass(frozen=True)
 class Work:
-    """What the devices of one round are asked to do: all randomness follows from the seed and the round's number."""
+    """What the devices of one round train; all randomness follows from the seed and the round's number."""
 
     seed: int
     number: int
@@ -26,7 +26,12 @@ class Work:
 
 
 class Engine(Protocol):
-    """Trains devices, asks them for gradients, and evaluates a model over all of them."""
+    """Trains devices, computes their gradients, and evaluates a model over all of them."""
+
+    @property
+    def buffers(self) -> Collection[str]:
+        """Names of the leaves that no gradient moves; they are averaged."""
+        ...
 
     def initial_params(self) -> Structure:
         """Return the params that a run starts from."""
@@ -49,37 +54,56 @@ class Engine(Protocol):
         ...
 
 
-def _fast(data: FederatedData) -> Engine:
+@dataclass(frozen=True)
+class EngineOptions:
+    """What to train and where: names of a model and a device, and the seed of random initial weights."""
+
+    model: str = "softmax"
+    device: str = "auto"
+    seed: int = 0
+
+    def check_softmax(self, engine: str) -> None:
+        """Refuse another model or device than an engine for softmax regression on the CPU has."""
+        choices = (("model", self.model, ("softmax", "logistic")), ("device", self.device, ("auto", "cpu")))
+        for name, value, supported in choices:
+            if value not in supported:
+                raise FedcontextError(f"engine '{engine}' does not support {name} '{value}'; use engine 'torch'")
+
+
+def _reference(data: FederatedData, options: EngineOptions) -> Engine:
+    options.check_softmax("reference")
+    return SoftmaxReference(data)
+
+
+def _numba(data: FederatedData, options: EngineOptions) -> Engine:
+    options.check_softmax("numba")
     require("numba", extra="numba")
     from fedcontext.engines.numba.engine import SoftmaxNumba
 
     return SoftmaxNumba(data)
 
 
-def _ray(data: FederatedData) -> Engine:
+def _ray(data: FederatedData, options: EngineOptions) -> Engine:
+    options.check_softmax("ray")
     require("ray", extra="ray")
     from fedcontext.engines.ray import SoftmaxRay
 
     return SoftmaxRay(data)
 
 
-def _module(data: FederatedData, model: str = "softmax", device: str = "auto", seed: int = 0) -> Engine:
+def _torch(data: FederatedData, options: EngineOptions) -> Engine:
     require("torch", extra="torch")
     from fedcontext.engines.torch.engine import torch_engine
 
-    return torch_engine(data, model, device, seed)
+    return torch_engine(data, options.model, options.device, options.seed)
 
 
-ENGINES: dict[str, Callable[[FederatedData], Engine]] = {
-    "reference": SoftmaxReference,
-    "numba": _fast,
-    "torch": _module,
-    "ray": _ray,
-}
+EngineFactory: TypeAlias = Callable[[FederatedData, EngineOptions], Engine]
+ENGINES: dict[str, EngineFactory] = {"reference": _reference, "numba": _numba, "torch": _torch, "ray": _ray}
 
 
-def engine_named(name: str, data: FederatedData, model: str = "softmax", device: str = "auto", seed: int = 0) -> Engine:
-    """Return an engine of the table, ready to work on ``data``; only "torch" knows other models and devices.
+def engine_named(name: str, data: FederatedData, options: EngineOptions | None = None) -> Engine:
+    """Return an engine of the table, ready to work on ``data``.
 
     >>> from fedcontext.datasets import load_dataset
     >>> engine_named("reference", load_dataset("synthetic-iid")).initial_params().shape
@@ -88,12 +112,7 @@ def engine_named(name: str, data: FederatedData, model: str = "softmax", device:
     if name not in ENGINES:
         raise FedcontextError(f"engine must be one of {', '.join(ENGINES)}, got {name!r}")
     _check(data)
-    if name == "torch":
-        return _module(data, model, device, seed)
-    for what, asked, only in (("model", model, ("softmax", "logistic")), ("device", device, ("auto", "cpu"))):
-        if asked not in only:
-            raise FedcontextError(f"{what} {asked} needs engine 'torch', got {name!r}")
-    return ENGINES[name](data)
+    return ENGINES[name](data, options or EngineOptions())
 
 
 def _check(data: FederatedData) -> None:

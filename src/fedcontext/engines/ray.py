@@ -31,6 +31,8 @@ RETRIES = 3  # of a task whose worker was lost
 class SoftmaxRay:
     """Trains on a cluster's workers, one for each of its cores; evaluates here, where the data is at hand."""
 
+    buffers = ()  # every parameter has a gradient
+
     def __init__(self, data: FederatedData, workers: int | None = None, engine: str | None = None) -> None:
         from fedcontext.engines.base import engine_named
 

@@ -101,6 +101,8 @@ def check_params(params: Matrix, like: Matrix) -> None:
 class SoftmaxReference:
     """One device after another, one mini-batch after another, as the formulas say it."""
 
+    buffers = ()  # every parameter has a gradient
+
     def __init__(self, data: FederatedData, dtype: npt.DTypeLike = np.float32) -> None:
         self.data, self.dtype = data, np.dtype(dtype)
         self.train_split, self.test_split = data.train.each(self._cast), data.test.each(self._cast)

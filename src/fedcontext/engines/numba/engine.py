@@ -56,6 +56,8 @@ class Side(NamedTuple):
 class SoftmaxNumba:
     """Does what `SoftmaxReference` does, to rounding."""
 
+    buffers = ()  # every parameter has a gradient
+
     def __init__(self, data: FederatedData, dtype: npt.DTypeLike = np.float32) -> None:
         self.data, self.dtype = data, np.dtype(dtype)
         self.dimension, self.classes = data.dimension, data.classes

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import json
 import warnings
 
 import numpy as np
@@ -31,22 +29,30 @@ def algorithm(request):
 
 
 def play(data, algorithm, **settings):
-    simulation = fc.prepare(fc.Experiment(algorithm=algorithm, **{**SMALL, **settings}), data)
-    return list(simulation.play())
+    return list(fc.simulate(data=data, algorithm=algorithm, **{**SMALL, **settings}))
 
 
-def test_the_same_seed_gives_every_algorithm_the_same_devices(small_data, algorithm, monkeypatch):
-    seen = []
-    train = fc.rounds.__globals__["Work"]
-    monkeypatch.setitem(fc.rounds.__globals__, "Work", lambda *args: seen.append(args) or train(*args))
-    other = [record for _, record in play(small_data, algorithm, k2=3)]
-    plain = [record for _, record in play(small_data, "fedavg")]
-    half = len(seen) // 2
-    for mine, reference in zip(seen[:half], seen[half:], strict=True):
-        assert mine[:2] == reference[:2]  # seed and round: batches follow from them and the device
-        np.testing.assert_array_equal(mine[2][:4], reference[2])
-        np.testing.assert_array_equal(mine[3][:4], reference[3])
-    assert [record.devices for record in other] == [record.devices for record in plain]
+class Recorder(SoftmaxReference):
+    """An engine that remembers what it was asked to train."""
+
+    def train(self, params, work):
+        self.works = [*getattr(self, "works", []), work]
+        return super().train(params, work)
+
+
+def test_the_same_seed_gives_every_algorithm_the_same_devices(small_data, algorithm):
+    works = {}
+    for name in (algorithm, "fedavg"):
+        engine = Recorder(small_data)
+        play(small_data, name, probes=3, engine=engine)
+        works[name] = engine.works
+    for mine, reference in zip(works[algorithm], works["fedavg"], strict=True):
+        assert (mine.seed, mine.number) == (
+            reference.seed,
+            reference.number,
+        )  # batches follow from these and the device
+        np.testing.assert_array_equal(mine.devices[:4], reference.devices)
+        np.testing.assert_array_equal(mine.epochs[:4], reference.epochs)
 
 
 def test_a_run_repeats_bit_for_bit_and_another_seed_differs(small_data, algorithm):
@@ -56,24 +62,28 @@ def test_a_run_repeats_bit_for_bit_and_another_seed_differs(small_data, algorith
 
 
 def test_every_algorithm_learns(small_data, algorithm):
+    start = SoftmaxReference(small_data)
+    before = start.evaluate(start.initial_params())[0]
     history = [record for _, record in play(small_data, algorithm, rounds=8)]
-    assert history[-1].loss < np.log(3)
-    assert history[-1].accuracy > 1 / 3
+    assert history[-1].loss < 0.9 * before
+    assert history[-1].accuracy > 0.6  # three classes
 
 
-def test_records_survive_the_file(small_data, algorithm):
+def test_records_survive_the_file(small_data, algorithm, tmp_path):
     experiment = fc.Experiment(algorithm=algorithm, **SMALL)
-    file = io.StringIO()
-    done = list(records.write(experiment, fc.rounds(experiment, data=small_data), file))
-    head, *lines = file.getvalue().splitlines()
-    assert json.loads(head)["settings"]["algorithm"] == algorithm
-    assert [json.loads(line)["number"] for line in lines] == [1, 2, 3, 4]
-    assert all(len(record.weights) == len(record.devices) == 4 for record in done)
+    with (tmp_path / "run.jsonl").open("w") as file:
+        done = list(records.write(experiment, fc.train(experiment, data=small_data).records, file))
+    head, read = fc.read_run(tmp_path / "run.jsonl")
+    assert head["settings"]["algorithm"] == algorithm
+    assert [record.number for record in read] == [1, 2, 3, 4]
+    for before, after in zip(done, read, strict=True):
+        nan = {name for name, value in vars(before).items() if isinstance(value, float) and np.isnan(value)}
+        assert {**vars(before), **dict.fromkeys(nan)} == vars(after)  # JSON has no NaN: it comes back as None
 
 
 def test_one_full_batch_step_with_its_own_gradients_is_fedavg_exactly(small_data):
     """β = 1/lr and K2 = 0: the projected gradient step is the average of the devices' gradient steps."""
-    settings = {"epochs": (1, 1), "batch_size": 10_000, "k2": 0, "smoothness": "1/lr", "rounds": 5}
+    settings = {"epochs": (1, 1), "batch_size": 10_000, "probes": "cohort", "smoothness": "1/lr", "rounds": 5}
     for averaging in ("mean", "samples"):
         both = {"averaging": averaging, "probe_averaging": averaging}
         contextual = play(small_data, "fedavg-contextual", **settings, **both)[-1][0].params
@@ -128,11 +138,22 @@ def test_evaluation_every_nth_round_and_at_the_end(small_data):
     assert [record.measured_change is not None for record in history] == [False, False, False, False, True]
 
 
-def test_python_users_can_bring_their_own_rule(small_data):
-    simulation = fc.prepare(fc.Experiment(algorithm="fedavg", **SMALL), small_data)
+def test_objects_take_the_place_of_names(small_data):
     first = fc.stateless("first", lambda geometry: np.eye(len(geometry.samples))[0])
-    mine = dataclasses.replace(simulation, algorithm=dataclasses.replace(fedavg(Hyperparameters(0.1, 10)), rule=first))
-    assert [record.weights for _, record in mine.play()] == [[1, 0, 0, 0]] * 4
+    mine = fc.Algorithm("mine", LocalSGD(0.1, 10), first)
+    for algorithm in (first, mine):
+        assert [record.weights for _, record in play(small_data, algorithm)] == [[1, 0, 0, 0]] * 4
+    engine = Recorder(small_data)
+    assert play(small_data, mine, engine=engine)[-1][0].number == 4
+    assert len(engine.works) == 4
+
+
+def test_my_torch_module_trains_in_one_line(small_data):
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    result = fc.train(data=small_data, model=model, algorithm="fedavg-memory", probes=3, **{**SMALL, "rounds": 6})
+    assert list(result.params) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert result.records[-1].loss < result.records[0].loss
 
 
 def test_settings_have_one_form_however_they_are_given():
@@ -140,12 +161,7 @@ def test_settings_have_one_form_however_they_are_given():
     assert fc.Experiment(epochs="1..20") == fc.Experiment(epochs=[1, 20]) == fc.Experiment()
     assert fc.Experiment(mu=1).name == fc.Experiment(mu=1.0).name
     assert fc.Experiment(smoothness="3").name == fc.Experiment(smoothness=3.0).name
-    assert fc.Experiment(k2="5").k2 == 5
-
-
-def test_records_of_own_data_say_so(small_data):
-    experiment = fc.Experiment(dataset=small_data.name, **SMALL)
-    assert next(fc.rounds(data=small_data, **SMALL)) == next(fc.rounds(experiment, data=small_data))
+    assert fc.Experiment(probes="5").probes == 5
 
 
 def test_rises_are_counted_between_evaluated_rounds():
@@ -176,7 +192,7 @@ def test_summary_counts_what_it_says():
 
 
 def test_toml_repeats_an_experiment(tmp_path):
-    experiment = fc.Experiment(dataset='leaf:a "b" \\c', k2=5, epochs=(2, 3), smoothness=2.5, deadline=1.5)
+    experiment = fc.Experiment(dataset='leaf:a "b" \\c', probes=5, epochs=(2, 3), smoothness=2.5, deadline=1.5)
     (tmp_path / "run.toml").write_text(to_toml(dataclasses.asdict(experiment)))
     assert fc.Experiment(**settings_from_toml(tmp_path / "run.toml")) == experiment
     assert fc.Experiment().name != experiment.name != fc.Experiment(seed=1).name
@@ -198,8 +214,8 @@ def test_toml_repeats_an_experiment(tmp_path):
         {"fleet": ["edge"]},
         {"seed": -1},
         {"seed": 1.5},
-        {"k2": -2},
-        {"k2": "all"},
+        {"probes": -2},
+        {"probes": "N"},
         {"averaging": "median"},
         {"probe_averaging": "median"},
         {"learning_rate": -0.1},
@@ -209,7 +225,7 @@ def test_toml_repeats_an_experiment(tmp_path):
         {"devices_per_round": 0},
     ],
 )
-def test_impossible_experiments_are_refused_at_the_door(settings):
+def test_impossible_experiments_are_refused_at_once(settings):
     with pytest.raises(FedcontextError, match=next(iter(settings))):
         fc.Experiment(**settings)
 
@@ -223,12 +239,12 @@ def test_impossible_experiments_are_refused_at_the_door(settings):
         ({"engine": "warp"}, "engine must be one of"),
         ({"mu": -1.0, "algorithm": "fedprox"}, "mu must be 0 or more"),
         ({"devices_per_round": 13}, "devices per round must be between 1 and 12"),
-        ({"k2": 13}, "k2 must be between 0 and 12"),
+        ({"probes": 13}, "probes must be 'cohort', 'all' or a number from 1 to 12"),
     ],
 )
 def test_impossible_settings_are_refused_before_the_first_round(small_data, settings, message):
     with pytest.raises(FedcontextError, match=message):
-        list(fc.rounds(data=small_data, **{**SMALL, **settings}))
+        list(fc.simulate(data=small_data, **{**SMALL, **settings}))
 
 
 def test_an_interrupted_repetition_leaves_the_complete_record(tmp_path):
@@ -268,21 +284,21 @@ def test_a_run_that_fails_leaves_the_rounds_that_were_done_and_no_file_without_a
 def test_a_run_that_diverges_ends_with_one_error_and_no_warnings(algorithm, engine, rate):
     settings = {**SMALL, "learning_rate": rate, "smoothness": "1/lr"}
     with warnings.catch_warnings(action="error"), pytest.raises(FedcontextError, match=r"NaN or infinite|too l"):
-        list(fc.rounds(algorithm=algorithm, engine=engine, **settings))
+        list(fc.simulate(algorithm=algorithm, engine=engine, **settings))
 
 
-RAN_AWAY = (
+DIVERGED = (
     "devices 13, 6, 7 and 3 more: the loss turned NaN or infinite in local training, and nothing was aggregated; "
     "lower the learning rate (10000.0) or clip gradients (engine 'torch')"
 )
 
 
 @pytest.mark.parametrize("engine", ["reference", "numba", "torch"])
-def test_every_engine_names_the_devices_whose_training_ran_away_and_the_learning_rate(engine):
+def test_every_engine_names_the_devices_whose_training_diverged_and_the_learning_rate(engine):
     pytest.importorskip({"numba": "numba", "torch": "torch"}.get(engine, "numpy"))
-    with pytest.raises(FedcontextError) as told:
-        list(fc.rounds(algorithm="folb", engine=engine, epochs=(1, 2), learning_rate=1e4, rounds=1))
-    assert str(told.value) == RAN_AWAY
+    with pytest.raises(FedcontextError) as caught:
+        list(fc.simulate(algorithm="folb", engine=engine, epochs=(1, 2), learning_rate=1e4, rounds=1))
+    assert str(caught.value) == DIVERGED
 
 
 @pytest.mark.parametrize("unknown", [-1, 12, 99])
@@ -317,8 +333,8 @@ def test_every_engine_refuses_params_of_another_model_and_trains_nobody_for_nobo
             ask()
 
 
-def test_devices_beside_the_cohort_that_ran_away_are_named_too(small_data):
-    class Runaway(SoftmaxReference):
+def test_pool_devices_that_diverge_are_named_too(small_data):
+    class Diverging(SoftmaxReference):
         def train(self, params, work):
             return [
                 np.full_like(move, np.inf if row > 3 else 0) for row, move in enumerate(super().train(params, work))
@@ -326,14 +342,14 @@ def test_devices_beside_the_cohort_that_ran_away_are_named_too(small_data):
 
     experiment = fc.Experiment(algorithm="fedavg-expected", **{**SMALL, "pool": 2})
     with pytest.raises(FedcontextError, match=r"^devices \d+ and \d+: the loss turned NaN .*learning rate \(0\.1\)"):
-        list(fc.prepare(experiment, small_data, Runaway(small_data)).play())
+        fc.train(experiment, data=small_data, engine=Diverging(small_data))
 
 
-def test_a_truncated_last_line_is_passed_over_and_other_files_are_refused(small_data, tmp_path):
+def test_a_truncated_last_line_is_skipped_and_other_files_are_refused(small_data, tmp_path):
     experiment = fc.Experiment(**SMALL)
     path = tmp_path / "run.jsonl"
     with path.open("w") as file:
-        done = list(records.write(experiment, fc.rounds(experiment, data=small_data), file))
+        done = list(records.write(experiment, fc.train(experiment, data=small_data).records, file))
     assert fc.read_run(path)[1] == done
     text = path.read_text()
     path.write_text(text[:-30])

@@ -1,0 +1,290 @@
+"""Contextual aggregation with memory: a second-order step in four directions that the server holds.
+
+In every round Q probes send their gradient at the present params and its difference to that at the last round's params.
+From sums over devices alone the server keeps an estimate m of the global gradient (as SARAH does, corrected by fresh
+gradients), an estimate of the curvature, and chooses the step in the span of
+
+    d  the mean update (FedAvg's step)          p  d divided by the root mean square of past gradients, entry by entry
+    -m the negative gradient estimate           s  the previous step
+
+as the minimiser of a quadratic model of the loss. Every deviation from d must be earned: its length is limited by how well
+earlier deviations lowered the loss (the anchor). Notation: ȳ mean gradient difference, ḡ mean fresh gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedcontext.arrays.tree import FloatArray
+from fedcontext.rules import State, SumRule
+from fedcontext.sums import Sums
+
+MEAN, SCALED, GRADIENT, PREVIOUS = range(4)  # rows of the directions d, p, -m, s
+TINY = 1e-30  # keeps divisions defined
+ROUNDING = 1e-12  # deviations from d below this share of its length count as none
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """The constants of the rule. One set serves all settings of the leaderboard; the last four matter little."""
+
+    decay: float = 0.9  # share of every running quantity that a round keeps
+    floor: float = 0.1  # least gain of the gradient estimate, least trust; 2 x floor is the least share of d in a step
+    reach: float = 3.0  # a step is at most reach x trust x ‖d‖ long
+    momentum: float = 0.8  # largest multiple of the previous step
+    anchor: float = 0.3  # first limit of ‖step - d‖ / ‖d‖
+    growth: float = 8.0  # factor by which one round's evidence can move that limit
+    damping: float = 0.3  # share of a direction's curvature that a secant update keeps at least
+    smallest: float = 0.01  # added to the root mean square that divides d
+    ridge: float = 1e-4  # relative ridge of the quadratic model
+    largest: float = 20.0  # upper limit of trust and anchor
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the server carries from round to round."""
+
+    gradient: FloatArray  # (n,) m, the estimate of ∇f(w_t)
+    error: float  # P, the expected ‖m - ∇f‖²
+    square: FloatArray  # (n,) v, running sum of mean gᵢ²
+    step: FloatArray  # (n,) s, the last step
+    deviation: FloatArray  # (n,) δ = s - d of the last round
+    directions: FloatArray  # (4, n) the last round's unit directions
+    slopes: FloatArray  # (4,) m along them
+    hits: FloatArray  # (4,) running Σ slope x fresh slope, relative to ‖m‖²
+    squares: FloatArray  # (4,) running Σ slope², relative to ‖m‖²
+    normal: FloatArray  # (2, 2) normal equations of the curvature fit
+    right: FloatArray  # (2,)
+    curvature: FloatArray  # (2,) k: the Hessian is modelled as k₁ I + k₂ diag(u)
+    length: float  # running mean of ‖d‖
+    trust: float = 1.0  # ρ
+    anchor: float = 0.3  # τ
+
+
+def contextual_memory(settings: MemorySettings | None = None) -> SumRule:
+    """Return contextual aggregation with memory, as a rule for `aggregate`, simulations and Flower.
+
+    It needs each probe's gradient and its difference to the gradient at the last round's params.
+
+    >>> contextual_memory().name
+    'contextual memory'
+    """
+    chosen = MemorySettings() if settings is None else settings
+
+    def step(sums: Sums, state: State, population: int | None) -> tuple[FloatArray, State, dict[str, Any]]:
+        memory = None if state is None else Memory(**state)
+        vector, after, info = memory_step(sums, memory, chosen, np.inf if population is None else population)
+        return vector, vars(after), info
+
+    return SumRule("contextual memory", step, frozenset({"gradient", "differences"}))
+
+
+def memory_step(
+    sums: Sums, memory: Memory | None, settings: MemorySettings, population: float = np.inf
+) -> tuple[FloatArray, Memory, dict[str, Any]]:
+    """Return the step of one round, the memory for the next one, and the numbers behind the step.
+
+    >>> sums = Sums(size=2)
+    >>> sums.add_update(np.array([1.0, 0.0])); sums.add_probe(np.array([-1.0, 0.5]))
+    >>> memory_step(sums, None, MemorySettings())[0]  # the first step is FedAvg's
+    array([1., 0.])
+    """
+    if memory is None:
+        return _first_step(sums, settings, population)
+    d, g, y = sums.mean_update, sums.mean_gradient, sums.mean_difference
+    prior = memory.gradient + y
+    m, error, gain = _gradient_estimate(sums, prior, memory, population, settings)
+    v = settings.decay * memory.square + sums.square / sums.probes
+    u = np.sqrt(v / (v.mean() + 1e-300))
+    scale = 1 / (u + settings.smallest)
+    vectors = np.stack([d, d * scale, -m, memory.step])
+    lengths = np.sqrt((vectors * vectors).sum(axis=1)) + TINY
+    unit = vectors / lengths[:, None]
+
+    trust = _followed(memory.trust, 2.0, g, y, memory.step, settings.floor, settings.largest)
+    bend = float(y @ memory.step)  # <y, s>: positive where the loss was convex along the last step
+    fit = _curvature_fit(memory, y, u, settings) if bend > 0 else (memory.normal, memory.right, memory.curvature)
+    slopes = unit @ m
+    if sums.product is not None:
+        slopes = _half_left_out(slopes, sums, prior, gain, scale, unit, lengths)
+    hits, squares, factors = _calibration(slopes, g - y, m, error, memory, settings)
+    if bend > 0:
+        hessian = _hessian(unit, u, fit[2], y, bend, lengths[PREVIOUS], settings)
+        x = _model_minimum(hessian, slopes * factors, lengths, settings)
+    else:
+        x = lengths * (np.arange(4) == MEAN)  # no model to trust: FedAvg's step
+    length = settings.decay * memory.length + (1 - settings.decay) * lengths[MEAN]
+    reference = max(lengths[MEAN], length)
+    limit = min(settings.reach * trust * reference, max(2 * lengths[PREVIOUS], lengths[MEAN]))
+    anchor = _followed(memory.anchor, settings.growth, g, y, memory.deviation, settings.floor / 2, settings.largest)
+    deviation = _shortened(_shortened(x @ unit, limit) - d, anchor * reference)
+    if _norm(deviation) <= ROUNDING * reference:
+        deviation = np.zeros_like(d)  # rounding errors are no evidence for the anchor
+    after = Memory(m, error, v, d + deviation, deviation, unit, slopes, hits, squares, *fit, length, trust, anchor)
+    info = {"trust": trust, "anchor": anchor, "mean": float(x[MEAN] / lengths[MEAN]), "convex": bend > 0}
+    return after.step, after, info
+
+
+def _first_step(sums: Sums, settings: MemorySettings, population: float) -> tuple[FloatArray, Memory, dict[str, Any]]:
+    """Return FedAvg's step, and the curvature at which it is the minimiser along d: -<g, d>/‖d‖²."""
+    d, g = sums.mean_update, sums.mean_gradient
+    length, unit, slopes = _norm(d), np.zeros((4, len(d))), np.zeros(4)
+    unit[MEAN] = d / length
+    slopes[MEAN] = g @ unit[MEAN]
+    implied = max(-float(g @ d), 1e-12) / length**2
+    memory = Memory(
+        gradient=g,
+        error=sums.variance(sums.gradient_norms, sums.gradient, population),
+        square=sums.square / sums.probes,
+        step=d,
+        deviation=np.zeros_like(d),
+        directions=unit,
+        slopes=slopes,
+        hits=np.zeros(4),
+        squares=np.zeros(4),
+        normal=np.zeros((2, 2)),
+        right=np.zeros(2),
+        curvature=np.array([implied, 0.0]),
+        length=length,
+        trust=1.0,
+        anchor=settings.anchor,
+    )
+    return d, memory, {"trust": 1.0, "anchor": settings.anchor, "mean": 1.0, "convex": True}
+
+
+def _gradient_estimate(
+    sums: Sums, prior: FloatArray, memory: Memory, population: float, settings: MemorySettings
+) -> tuple[FloatArray, float, float]:
+    """Return m, its expected squared error and the gain a of the correction: m = (m' + ȳ) + a (ḡ - m' - ȳ).
+
+    The prior m' + ȳ errs by P' + Var(ȳ), the fresh mean ḡ by Var(ḡ); the gain weighs the two as a Kalman filter does.
+    """
+    drift = memory.error + sums.variance(sums.difference_norms, sums.difference, population)
+    noise = sums.variance(sums.gradient_norms, sums.gradient, population)
+    gain = float(np.clip(drift / (drift + noise + TINY), settings.floor, 1))
+    m = prior + gain * (sums.mean_gradient - prior)
+    return m, (1 - gain) ** 2 * drift + gain**2 * noise, gain
+
+
+def _followed(
+    value: float, growth: float, g: FloatArray, y: FloatArray, move: FloatArray, least: float, most: float
+) -> float:
+    """Return a limit scaled by the evidence of fresh gradients on the last ``move``.
+
+    With slopes σ₁ = <ḡ, move> after it and σ₀ = σ₁ - <ȳ, move> before it, the factor is growth^(-σ₁ / (|σ₁| + |σ₀|)): the
+    limit grows where the loss still falls along the move, and shrinks where the move went too far.
+    """
+    if not move.any():
+        return value
+    after = float(g @ move)
+    before = after - float(y @ move)
+    return float(np.clip(value * growth ** (-after / (abs(after) + abs(before) + TINY)), least, most))
+
+
+def _curvature_fit(
+    memory: Memory, y: FloatArray, u: FloatArray, settings: MemorySettings
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return the normal equations of y ≈ k₁ s + k₂ u∘s over past rounds, and their solution with k >= 0."""
+    length = _norm(memory.step)
+    z = np.stack([memory.step, u * memory.step]) / length
+    normal, right = settings.decay * memory.normal + z @ z.T, settings.decay * memory.right + z @ y / length
+    k = np.linalg.solve(normal + 1e-9 * np.trace(normal) * np.eye(2), right)
+    if k.min() < 0:
+        single = [np.array([max(right[0], 0) / normal[0, 0], 0]), np.array([0, max(right[1], 0) / normal[1, 1]])]
+        k = min(single, key=lambda x: float(0.5 * x @ normal @ x - right @ x))
+    return normal, right, k if k.sum() > 0 else memory.curvature
+
+
+def _hessian(
+    unit: FloatArray, u: FloatArray, k: FloatArray, y: FloatArray, bend: float, length: float, settings: MemorySettings
+) -> FloatArray:
+    """Return (4, 4) the model k₁ I + k₂ diag(u) on the directions, with a damped BFGS update by the last step.
+
+    The curvature along -m is at least ‖y‖²/<y, s>: the gradient bends more than the last step did.
+    """
+    h = k[0] * unit @ unit.T + k[1] * (unit * u) @ unit.T
+    image, own, secant = h[:, PREVIOUS], h[PREVIOUS, PREVIOUS], unit @ y / length
+    if secant[PREVIOUS] < settings.damping * own:
+        share = (1 - settings.damping) * own / (own - secant[PREVIOUS])
+        secant = share * secant + (1 - share) * image
+    h = h - np.outer(image, image) / own + np.outer(secant, secant) / secant[PREVIOUS]
+    h[GRADIENT, GRADIENT] = max(h[GRADIENT, GRADIENT], float(y @ y) / bend)
+    return np.asarray(h)
+
+
+def _half_left_out(
+    slopes: FloatArray,
+    sums: Sums,
+    prior: FloatArray,
+    gain: float,
+    scale: FloatArray,
+    unit: FloatArray,
+    lengths: FloatArray,
+) -> FloatArray:
+    """Return the slopes with half of those along d and p replaced by leave-one-out estimates.
+
+    Where the cohort probes, m contains the gradients of the very devices whose updates form d; leaving each device's own
+    gradient out of its own slope removes that bias.
+    """
+    assert sums.product is not None
+    q, fresh = sums.probes, sums.mean_gradient - prior
+    own = sums.product / q - prior * sums.mean_update  # mean of (gₖ - prior) Δₖ
+    result = slopes.copy()
+    for row, total in ((MEAN, own.sum()), (SCALED, own @ scale)):
+        left_out = (q * (unit[row] @ fresh) - total / lengths[row]) / max(q - 1, 1)
+        result[row] = 0.5 * slopes[row] + 0.5 * (unit[row] @ prior + gain * left_out)
+    return result
+
+
+def _calibration(
+    slopes: FloatArray, fresh: FloatArray, m: FloatArray, error: float, memory: Memory, settings: MemorySettings
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return the running evidence on the last directions' slopes, and the factors by which to trust the present ones.
+
+    ``fresh`` = ḡ - ȳ is an unbiased estimate of the gradient at the last params: its slope along each of the last
+    directions, over the slope that m had claimed, says how far m can be believed there.
+    """
+    before, now = float(memory.gradient @ memory.gradient) + TINY, float(m @ m) + TINY
+    hits = settings.decay * memory.hits + memory.slopes * (memory.directions @ fresh) / before
+    squares = settings.decay * memory.squares + memory.slopes**2 / before
+    prior = np.ones(4)
+    prior[GRADIENT] = max(0.0, 1 - error / now)
+    weight = slopes**2 / (2 * now) + TINY
+    return hits, squares, np.clip((hits + weight * prior) / (squares + weight), 0.05, 1.5)
+
+
+def _model_minimum(h: FloatArray, slopes: FloatArray, lengths: FloatArray, settings: MemorySettings) -> FloatArray:
+    """Return the x that minimises slopes·x + xᵀHx/2 with x_d >= 0.2 ‖d‖, x_p, x_m >= 0 and -‖s‖ <= x_s <= 0.8 ‖s‖."""
+    low = np.array([2 * settings.floor * lengths[MEAN], 0, 0, -lengths[PREVIOUS]])
+    high = np.array([np.inf, np.inf, np.inf, settings.momentum * lengths[PREVIOUS]])
+    return minimise_in_box(h + settings.ridge * np.trace(h) / 4 * np.eye(4), slopes, low, high)
+
+
+def minimise_in_box(h: FloatArray, b: FloatArray, low: FloatArray, high: FloatArray) -> FloatArray:
+    """Return the x with low <= x <= high that minimises b·x + xᵀhx/2, by trying every face of the box.
+
+    >>> minimise_in_box(np.eye(2), np.array([-1.0, -3.0]), np.zeros(2), np.array([np.inf, 2.0]))
+    array([1., 2.])
+    """
+    best, lowest = low, np.inf
+    for face in itertools.product(*[(0, 1, 2) if np.isfinite(top) else (0, 1) for top in high]):
+        position = np.array(face)
+        x, free = np.where(position == 1, low, np.where(position == 2, high, 0.0)), position == 0
+        if free.any():
+            x[free] = -np.linalg.solve(h[np.ix_(free, free)], b[free] + h[np.ix_(free, ~free)] @ x[~free])
+        value, slack = float(b @ x + 0.5 * x @ h @ x), 1e-12 * np.abs(x)
+        if value < lowest and (x >= low - slack).all() and (x <= high + slack).all():
+            best, lowest = x, value
+    return best
+
+
+def _shortened(vector: FloatArray, limit: float) -> FloatArray:
+    return vector * min(1.0, limit / _norm(vector))
+
+
+def _norm(vector: FloatArray) -> float:
+    return float(np.sqrt(vector @ vector)) + TINY

@@ -1,0 +1,155 @@
+"""Running sums over devices: all that a rule with memory sees, so that it can run under secure aggregation.
+
+Devices are folded in one after another as their replies arrive, so memory does not grow with their number. Partial sums of
+several aggregators add up with ``+``; in a fixed order the result has the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fedcontext.arrays.tree import Array, FloatArray, Leaves, framework
+from fedcontext.errors import FedcontextError
+from fedcontext.geometry import Vectors
+
+
+@dataclass
+class Sums:
+    """Sums over the devices of one round, as flat float64 vectors of n entries.
+
+    >>> sums = Sums(size=2)
+    >>> sums.add_update(np.array([1.0, 0.0])); sums.add_update(np.array([0.0, 1.0]))
+    >>> sums.mean_update
+    array([0.5, 0.5])
+    """
+
+    size: int  # n
+    devices: int = 0  # K, updates added
+    probes: int = 0  # Q, gradients added
+    update: FloatArray = field(init=False)  # (n,) Σ Δₖ
+    gradient: FloatArray = field(init=False)  # (n,) Σ gᵢ, gᵢ = ∇Fᵢ(w_t)
+    difference: FloatArray = field(init=False)  # (n,) Σ yᵢ, yᵢ = ∇Fᵢ(w_t) - ∇Fᵢ(w_{t-1})
+    square: FloatArray = field(init=False)  # (n,) Σ gᵢ²
+    product: FloatArray | None = None  # (n,) Σ gₖ Δₖ, where the cohort itself probes
+    gradient_norms: float = 0.0  # Σ ‖gᵢ‖²
+    difference_norms: float = 0.0  # Σ ‖yᵢ‖²
+
+    def __post_init__(self) -> None:
+        for name in ("update", "gradient", "difference", "square"):
+            setattr(self, name, np.zeros(self.size))
+
+    def add_update(self, update: FloatArray) -> None:
+        """Fold in one device's update."""
+        self.update += update
+        self.devices += 1
+
+    def add_probe(
+        self, gradient: FloatArray, difference: FloatArray | None = None, update: FloatArray | None = None
+    ) -> None:
+        """Fold in one probe's gradient and its difference to the last round's; ``update`` if the probe also trained."""
+        self.gradient += gradient
+        self.square += gradient * gradient
+        self.gradient_norms += float(gradient @ gradient)
+        if difference is not None:
+            self.difference += difference
+            self.difference_norms += float(difference @ difference)
+        if update is not None:
+            self.product = np.zeros(self.size) if self.product is None else self.product
+            self.product += gradient * update
+        self.probes += 1
+
+    def __add__(self, other: Sums) -> Sums:
+        """Return the sums over both sets of devices."""
+        if self.size != other.size:
+            raise FedcontextError(f"sums must be of models of the same size, got {self.size} and {other.size}")
+        total = Sums(self.size, self.devices + other.devices, self.probes + other.probes)
+        for name in ("update", "gradient", "difference", "square", "gradient_norms", "difference_norms"):
+            setattr(total, name, getattr(self, name) + getattr(other, name))
+        products = [each.product for each in (self, other) if each.product is not None]
+        total.product = np.sum(products, axis=0) if products else None
+        return total
+
+    @property
+    def finite(self) -> bool:
+        """Whether every sum is finite."""
+        parts = (self.update, self.square, self.difference, self.product, self.difference_norms)
+        return all(part is None or bool(np.isfinite(part).all()) for part in parts)
+
+    @property
+    def mean_update(self) -> FloatArray:
+        """(n,) d, the plain mean of the updates."""
+        return self.update / self.devices
+
+    @property
+    def mean_gradient(self) -> FloatArray:
+        """(n,) ḡ, the plain mean of the probes' gradients."""
+        return self.gradient / self.probes
+
+    @property
+    def mean_difference(self) -> FloatArray:
+        """(n,) ȳ, the plain mean of the probes' gradient differences."""
+        return self.difference / self.probes
+
+    def variance(self, norms: float, total: FloatArray, population: float) -> float:
+        """Return the squared error of a mean over Q of N probes: (1 - Q/N) Σ‖xᵢ - x̄‖² / (Q (Q - 1)).
+
+        ``norms`` is Σ‖xᵢ‖² and ``total`` is Σ xᵢ. One probe alone says nothing of its error: the result is 0.
+        """
+        if self.probes < 2:
+            return 0.0
+        spread = max(0.0, norms - float(total @ total) / self.probes)
+        return max(0.0, 1 - self.probes / population) * spread / (self.probes * (self.probes - 1))
+
+
+def sums_of(vectors: Vectors, names: Sequence[str]) -> Sums:
+    """Return the sums over what devices sent, over the leaves ``names``; own gradients count as the probes' (K2 = 0)."""
+    total = Sums(sum(int(np.prod(vectors.updates[0][name].shape)) for name in names))
+    gradients, cohort_probes = vectors.gradients or vectors.own_gradients, not vectors.gradients
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller checks whether the sums are finite
+        for update in vectors.updates:
+            total.add_update(flat(update, names))
+        for row, gradient in enumerate(gradients):
+            difference = flat(vectors.differences[row], names) if vectors.differences else None
+            own = flat(vectors.updates[row], names) if cohort_probes else None
+            total.add_probe(flat(gradient, names), difference, own)
+    return total
+
+
+def flat(leaves: Leaves, names: Sequence[str]) -> FloatArray:
+    """Return the named leaves as one flat float64 NumPy vector.
+
+    >>> flat({"w": np.ones((2, 1)), "b": np.zeros(1)}, ["w", "b"])
+    array([1., 1., 0.])
+    """
+    return np.concatenate([_to_numpy(leaves[name]).ravel() for name in names])
+
+
+def unflat(vector: FloatArray, like: Leaves, names: Sequence[str]) -> Leaves:
+    """Return a flat vector as leaves of the shape, dtype, library and device of those in ``like``: undoes `flat`.
+
+    >>> unflat(np.ones(2), {"w": np.zeros((2, 1), np.float32)}, ["w"])["w"].dtype
+    dtype('float32')
+    """
+    cuts = np.cumsum([int(np.prod(like[name].shape)) for name in names])[:-1]
+    return {
+        name: _like(piece.reshape(tuple(like[name].shape)), like[name])
+        for name, piece in zip(names, np.split(vector, cuts), strict=True)
+    }
+
+
+def _to_numpy(leaf: Array) -> FloatArray:
+    return np.asarray(leaf.detach().double().cpu().numpy() if hasattr(leaf, "detach") else leaf, np.float64)
+
+
+def _like(values: FloatArray, leaf: Array) -> Array:
+    library = framework(leaf).name
+    if library == "PyTorch":
+        return leaf.new_tensor(values)
+    if library == "JAX":
+        import jax
+
+        return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
+    return values.astype(leaf.dtype)

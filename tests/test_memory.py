@@ -1,0 +1,124 @@
+"""The rule with memory: the prototype's steps, what it may see, and what it promises."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedcontext.memory import MemorySettings, memory_step, minimise_in_box
+from fedcontext.sums import Sums
+
+PROTOTYPE = Path(__file__).parents[2] / "shared/research/unified.py"
+
+
+def summed(updates, gradients, differences, cohort_probes=False):
+    sums = Sums(updates.shape[1])
+    for update in updates:
+        sums.add_update(update)
+    for row, gradient in enumerate(gradients):
+        own = updates[row] if cohort_probes else None
+        sums.add_probe(gradient, None if differences is None else differences[row], own)
+    return sums
+
+
+class Quadratic:
+    """Devices with different minimisers of quadratic losses, and their local training."""
+
+    def __init__(self, seed, devices=40, size=60, indefinite=False):
+        self.random = np.random.default_rng(seed)
+        self.scale = 10.0 ** self.random.uniform(-2, 0, size)
+        if indefinite:
+            self.scale *= self.random.choice([-1, 1], size, p=[0.2, 0.8])
+        self.centre = 1 + 0.5 * self.random.standard_normal((devices, size))
+
+    def loss(self, w):
+        return 0.5 * float(np.mean(self.scale * (w - self.centre) ** 2, axis=0).sum())
+
+    def round(self, w, last, cohort=10, probes=20):
+        order = self.random.permutation(len(self.centre))[:cohort]
+        asked = order if probes == "cohort" else self.random.permutation(len(self.centre))[:probes]
+        updates = (1 - (1 - 0.3 * np.abs(self.scale)) ** 8) * (self.centre[order] - w)
+        gradients = self.scale * (w - self.centre[asked])
+        return asked, updates, gradients, None if last is None else np.tile(self.scale * (w - last), (len(asked), 1))
+
+
+def noisy(random, vectors, level):
+    return vectors + level * random.standard_normal(vectors.shape) * np.abs(vectors).mean()
+
+
+@pytest.mark.skipif(not PROTOTYPE.exists(), reason="the prototype of the study is not at hand")
+@pytest.mark.parametrize("probes", ["cohort", 20, 3])
+@pytest.mark.parametrize("indefinite", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_step_equals_the_prototypes(seed, probes, indefinite):
+    spec = importlib.util.spec_from_file_location("unified", PROTOTYPE)
+    unified = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(unified)
+    problem = Quadratic(seed, indefinite=indefinite)
+    w, last, s, theirs, ours = np.zeros(60), None, None, None, None
+    for _ in range(30):
+        asked, updates, gradients, differences = problem.round(w, last, probes=probes)
+        gradients = noisy(problem.random, gradients, 0.1)
+        differences = None if differences is None else noisy(problem.random, differences, 0.3)
+        cohort = probes == "cohort"
+        sums = summed(updates, gradients, differences, cohort)
+        mine, ours, _ = memory_step(sums, ours, MemorySettings(), population=40)
+        if theirs is not None:
+            theirs = {**theirs, "r": {}, "r_sum": np.zeros(60)}  # without offsets, as we ship it
+            if "delta" in theirs and np.linalg.norm(theirs["delta"]) < 1e-12 * theirs["nd"]:
+                theirs["delta"] = np.zeros(60)  # the prototype takes rounding errors for evidence
+        s, theirs = unified.unified_step(theirs, asked.tolist(), updates, gradients, differences, s, 40, cohort)
+        np.testing.assert_allclose(mine, s, rtol=1e-6, atol=1e-9 * np.linalg.norm(s))
+        last, w = w, w + s
+
+
+@given(seed=st.integers(0, 1000), parts=st.integers(2, 4))
+@settings(max_examples=20, deadline=None)
+def test_partial_sums_of_several_aggregators_give_the_same_bits_in_a_fixed_order(seed, parts):
+    random = np.random.default_rng(seed)
+    updates, gradients, differences = random.standard_normal((3, 8, 5))
+    groups = np.array_split(np.arange(8), parts)
+    totals = []
+    for _ in range(2):
+        total = Sums(5)
+        for rows in groups:
+            total = total + summed(updates[rows], gradients[rows], differences[rows], cohort_probes=True)
+        totals.append(total)
+    whole = summed(updates, gradients, differences, cohort_probes=True)
+    for name in ("update", "gradient", "difference", "square", "product"):
+        np.testing.assert_array_equal(getattr(totals[0], name), getattr(totals[1], name))
+        np.testing.assert_allclose(getattr(totals[0], name), getattr(whole, name), atol=1e-12)
+
+
+@given(seed=st.integers(0, 10_000), size=st.integers(1, 4))
+@settings(max_examples=50, deadline=None)
+def test_no_feasible_point_is_lower_than_the_minimum_in_the_box(seed, size):
+    random = np.random.default_rng(seed)
+    root = random.standard_normal((size, size))
+    h, b = root @ root.T + 0.1 * np.eye(size), random.standard_normal(size)
+    low = -random.random(size)
+    high = np.where(random.random(size) < 0.5, np.inf, random.random(size))
+    x = minimise_in_box(h, b, low, high)
+    others = low + random.random((200, size)) * (np.minimum(high, low + 3) - low)
+    values = others @ b + 0.5 * np.einsum("ij,jk,ik->i", others, h, others)
+    assert b @ x + 0.5 * x @ h @ x <= values.min() + 1e-9
+
+
+@pytest.mark.parametrize("probes", ["cohort", 20])
+def test_it_is_faster_than_averaging_on_a_badly_scaled_quadratic(probes):
+    losses = {}
+    for rule in ("mean", "memory"):
+        problem, w, last, memory = Quadratic(0), np.zeros(60), None, None
+        for _ in range(40):
+            _, updates, gradients, differences = problem.round(w, last, probes=probes)
+            step, memory, _ = memory_step(
+                summed(updates, gradients, differences, probes == "cohort"), memory, MemorySettings(), 40
+            )
+            last, w = w, w + (step if rule == "memory" else updates.mean(axis=0))
+        losses[rule] = problem.loss(w) - problem.loss(problem.centre.mean(axis=0))
+    assert losses["memory"] < 0.2 * losses["mean"]
