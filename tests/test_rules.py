@@ -234,3 +234,16 @@ def test_unknown_form_is_named():
         fc.expected_contextual(1.0, form="rough")
     with pytest.raises(FedcontextError, match="use form='exact'"):
         step(np.eye(2)[:1], np.ones(2), fc.expected_contextual(1.0, "printed"), pool=[np.ones(2)])
+
+
+@given(problems(), st.integers(0, 99))
+def test_at_the_implied_smoothness_averaging_is_the_minimiser_along_its_own_step(problem, seed):
+    updates, _, _ = problem
+    own = list(np.random.default_rng(seed).standard_normal(updates.shape))
+    d, g = updates.mean(axis=0), np.mean(own, axis=0)
+    moved = fc.aggregate(np.zeros(len(d)), list(updates), own_gradients=own, rule=fc.contextual("implied")).params
+    if g @ d >= 0:
+        assert close(moved, d)
+    else:
+        beta = -(g @ d) / (d @ d)
+        assert close(moved, step(updates, g, fc.contextual(beta)))

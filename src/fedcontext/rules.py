@@ -125,17 +125,27 @@ def folb() -> Rule:
     return stateless("folb", weigh, ("own gradients",))
 
 
-def contextual(smoothness: float) -> Rule:
+def contextual(smoothness: float | Literal["implied"]) -> Rule:
     """Return the paper's rule (Algorithm 2): the weights with the lowest bound, β G α = -b (eq. 7).
 
     The step is -(1/β) times the projection of g onto the span of the updates: unique even where the weights are not.
+    ``smoothness="implied"`` takes the β at which FedAvg's own step d is the minimiser along d, β = -<g, d>/‖d‖², from the
+    cohort's own gradients: no measurement and no learning rate. Where <g, d> >= 0 the step is d. For convex losses.
 
     >>> weights, _ = contextual(smoothness=2).weigh(Geometry(np.eye(1), np.ones(1), slopes=np.array([[-4.0]])), None)
     >>> weights
     array([2.])
     """
+    if smoothness == "implied":
+        return stateless("contextual (implied smoothness)", _implied_weights, ("own gradients",))
     beta = positive("smoothness", smoothness)
     return stateless("contextual", lambda g: -solve(g.gram, g.slope) / beta, ("gradient",), beta)
+
+
+def _implied_weights(geometry: Geometry) -> FloatArray:
+    mean = shares(None, len(geometry.samples))
+    slope, square = float(geometry.slope @ mean), float(mean @ geometry.gram @ mean)
+    return solve(geometry.gram, geometry.slope) * square / slope if slope < 0 else mean
 
 
 def expected_contextual(smoothness: float, form: Literal["exact", "printed"] = "exact") -> Rule:
