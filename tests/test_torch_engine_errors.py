@@ -97,7 +97,7 @@ def test_samples_that_do_not_fit_the_memory_are_a_clear_error(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_missing_gpu_raises():
-    with pytest.raises(FedcontextError, match=r"device='cuda' needs a GPU, but PyTorch .* finds none"):
+    with pytest.raises(FedcontextError, match=r"device='cuda' needs a GPU that PyTorch .* does not find"):
         TorchEngine(some_data(), perceptron, device="cuda")
 
 

@@ -18,10 +18,11 @@ from fedcontext.datasets.federated import FederatedData, Split, check_devices
 from fedcontext.engines.torch.convolutions import Convolutions, convert_convolutions
 from fedcontext.engines.torch.cuda_graph import COMPILED, Acceleration
 from fedcontext.engines.torch.models import model_named
-from fedcontext.engines.torch.task import Loss, Params, Precision, Task, cross_entropy, first_line, seeded
+from fedcontext.engines.torch.sequential import gradient, train_device
+from fedcontext.engines.torch.task import Loss, Params, Precision, Task, cross_entropy, first_line, resolve_device
 from fedcontext.engines.torch.vmapped import VmappedTrainer, batch_norm_in, run_in_chunks
 from fedcontext.errors import FedcontextError, require
-from fedcontext.plan import IntArray, Stream, batches, generator
+from fedcontext.plan import IntArray
 
 require("torch", extra="torch")
 import torch  # noqa: E402
@@ -89,7 +90,7 @@ class TorchEngine:
         _check_integer("seed", seed, least=0)
         if chunk_size is not None:
             _check_integer("chunk_size", chunk_size, least=1)
-        if vectorize not in (None, True, False) or isinstance(vectorize, int) != isinstance(vectorize, bool):
+        if not (vectorize is None or isinstance(vectorize, bool)):
             raise FedcontextError(f"vectorize must be True, False or None, got {vectorize!r}")
         if not callable(loss):
             raise FedcontextError(f"loss must be a function (outputs, labels) -> losses, got {loss!r}")
@@ -144,38 +145,15 @@ class TorchEngine:
             unchanged = {name: torch.zeros_like(params[name]) for name in self.buffers}
             updates = [{**update, **unchanged} for update in trained]
         else:
-            pairs = zip(work.devices.tolist(), work.epochs.tolist(), strict=True)
-            updates = [self._train_device(params, device, epochs, work) for device, epochs in pairs]
+            updates = []
+            for device, epochs in zip(work.devices.tolist(), work.epochs.tolist(), strict=True):
+                with _explained(f"device {device}"):
+                    updates.append(train_device(self.task, self.split, params, device, epochs, work))
             finite = [torch.stack([leaf.isfinite().all() for leaf in update.values()]).all() for update in updates]
         diverged = work.devices[~torch.stack(finite).cpu().numpy()]
         if len(diverged):
             raise work.local.divergence_error(diverged.tolist())
         return [{name: update[name] for name in params} for update in updates]
-
-    def _train_device(self, params: Params, device: int, epochs: int, work: Work) -> dict[str, Tensor]:
-        task, local, rows = self.task, work.local, self.split.rows(device)
-        own = {name: tensor.clone() for name, tensor in params.items()}
-        trained = [own[name].requires_grad_() for name in task.trainable]
-        initial = [params[name] for name in task.trainable]
-        optimizer = torch.optim.SGD(
-            trained, lr=local.learning_rate, momentum=local.momentum, weight_decay=local.weight_decay
-        )
-        dropout_seed = int(generator(work.seed, work.number, Stream.DROPOUT, device).integers(2**62))
-        with task.mode(training=True), seeded(task.device, dropout_seed), _explained(f"device {device}"):
-            features, labels = task.features[rows], task.labels[rows]
-            for batch in batches(work.seed, work.number, device, len(labels), epochs, local.batch_size):
-                at = torch.from_numpy(batch).to(task.device)
-                loss = task.losses(own, features[at], labels[at]).mean()
-                gradients = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
-                for leaf, gradient in zip(trained, gradients, strict=True):
-                    leaf.grad = gradient
-                if local.clip:
-                    nn.utils.clip_grad_norm_(trained, local.clip)
-                if local.mu:
-                    for leaf, gradient, start in zip(trained, gradients, initial, strict=True):
-                        gradient.add_(leaf.detach() - start, alpha=local.mu)
-                optimizer.step()
-        return {name: tensor.detach() - params[name] for name, tensor in own.items()}
 
     def gradients(self, params: Params, devices: IntArray) -> list[dict[str, Tensor]]:
         """Return ∇F_k(params) of each device, with the module in evaluation mode (no dropout, saved statistics)."""
@@ -190,24 +168,7 @@ class TorchEngine:
         """Return Σ weights ∇F_k(params), in one pass over the samples of all these devices."""
         self._check(params, devices)
         self._warn_many_samples(devices)
-        task, sizes = self.task, self.split.sizes[devices]
-        firsts = self.split.offsets[devices] - (np.cumsum(sizes) - sizes)
-        at = torch.from_numpy(np.arange(sizes.sum()) + np.repeat(firsts, sizes)).to(task.device)
-        sample_weights = torch.from_numpy(np.repeat(weights / sizes, sizes)).to(task.device, task.dtype)
-        own = {name: tensor.detach().clone() for name, tensor in params.items()}
-        trainable = [own[name].requires_grad_() for name in task.trainable]
-        totals = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in trainable]
-
-        def run(start: int, stop: int) -> None:
-            rows = at[start:stop]
-            loss = task.losses(own, task.features[rows], task.labels[rows]) @ sample_weights[start:stop]
-            parts = torch.autograd.grad(loss, trainable, allow_unused=True, materialize_grads=True)
-            for total, part in zip(totals, parts, strict=True):
-                total += part
-
-        with task.mode(training=False):
-            run_in_chunks(len(at), self._rows, run, "computing gradients of samples")
-        return {name: total.to(task.dtype) for name, total in zip(task.trainable, totals, strict=True)}
+        return gradient(self.task, self.split, params, devices, weights, self._rows)
 
     @torch.no_grad()
     def evaluate(self, params: Params) -> tuple[float, float]:
@@ -272,23 +233,6 @@ def torch_engine(data: FederatedData, model: str = "softmax", device: str = "aut
     """
     factory, shape = model_named(model, data.dimension, data.classes)
     return TorchEngine(data, factory, input_shape=shape, device=device, seed=seed)
-
-
-def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the `torch.device` of a name; "auto" is a GPU if there is one.
-
-    >>> resolve_device("cpu")
-    device(type='cpu')
-    """
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        resolved = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise FedcontextError(f"device must be auto, cpu or cuda, got {device!r}") from None
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise FedcontextError(f"device={str(device)!r} needs a GPU, but PyTorch {torch.__version__} finds none")
-    return resolved
 
 
 def _check_choice(name: str, value: object, choices: Any) -> None:

@@ -30,6 +30,27 @@ def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs, labels, reduction="none")
 
 
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Return the `torch.device` of a name; "auto" is a GPU if there is one.
+
+    >>> resolve_device("cpu")
+    device(type='cpu')
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError):
+        resolved = torch.device("meta")
+    if resolved.type not in ("cpu", "cuda"):
+        raise FedcontextError(f"device must be auto, cpu or cuda, got {device!r}")
+    if resolved.type == "cpu":
+        return resolved
+    if (resolved.index or 0) >= torch.cuda.device_count():
+        raise FedcontextError(f"device={str(device)!r} needs a GPU that PyTorch {torch.__version__} does not find")
+    return torch.device("cuda", torch.cuda.current_device() if resolved.index is None else resolved.index)
+
+
 class Task:
     """A copy of the module, its loss, and the training and test samples, all on one device."""
 
@@ -126,14 +147,13 @@ class Task:
         if not len(self.labels):
             raise FedcontextError("the data has no training samples")
         features, labels = self.features[:2], self.labels[:2]
-        shape, count = tuple(features.shape[1:]), len(labels)
+        count = len(labels)
         with self.mode(training=False):
             try:
                 outputs = self.outputs(self.initial_params(), features)
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
-                raise FedcontextError(
-                    f"the module does not accept samples of shape {shape} ({first_line(error)}); set input_shape"
-                ) from error
+                reason = f"samples of shape {tuple(features.shape[1:])} ({first_line(error)}); set input_shape"
+                raise FedcontextError(f"the module does not accept {reason}") from error
             if self.loss is cross_entropy and not (outputs.ndim == 2 and outputs.shape[1] >= self.classes):
                 raise FedcontextError(
                     f"the module must return ({count}, {self.classes}) outputs for {count} samples, "
@@ -156,18 +176,12 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
     >>> bool(first == second)
     True
     """
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        current = torch.cuda.current_device()
-        generators.append(torch.cuda.default_generators[current if device.index is None else device.index])
-    before = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed(seed)
-    try:
+    gpu = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(gpu):
+        torch.default_generator.manual_seed(seed)
+        for each in gpu:
+            torch.cuda.default_generators[each.index].manual_seed(seed)
         yield
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
 
 
 def first_line(error: BaseException) -> str:
