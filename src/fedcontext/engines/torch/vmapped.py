@@ -78,27 +78,27 @@ class VmappedTrainer:
     def train(self, params: Params, work: Work) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
         """Return each device's update of the trainable leaves, and whether all its entries are finite."""
         steps = work.epochs * -(-self.split.sizes[work.devices] // work.local.batch_size)
-        order = np.argsort(-steps, kind="stable").tolist()
-        updates: dict[int, dict[str, Tensor]] = {}
-        finite: dict[int, Tensor] = {}
+        order = np.argsort(-steps, kind="stable")
+        updates: list[dict[str, Tensor]] = []
+        finite: list[Tensor] = []
 
         def run(start: int, stop: int) -> None:
-            positions = order[start:stop]
             try:
-                stack = self._run(params, work, positions)
+                stack = self._run(params, work, order[start:stop])
             except torch.cuda.OutOfMemoryError:
                 self.sgd = None  # frees its memory before a smaller one is made
                 raise
-            updates.update(zip(positions, unstack(stack), strict=True))
-            finite.update(zip(positions, _finite(stack).unbind(), strict=True))
+            updates.extend(unstack(stack))
+            finite.extend(_finite(stack).unbind())
 
         size = run_in_chunks(len(order), self.chunk_size or len(order), run, "training devices")
         if size < len(order):
             self.chunk_size = size
-        return [updates[position] for position in range(len(order))], [finite[at] for at in range(len(order))]
+        inverse = np.argsort(order).tolist()
+        return [updates[at] for at in inverse], [finite[at] for at in inverse]
 
     @torch.no_grad()
-    def _run(self, params: Params, work: Work, positions: list[int]) -> Stack:
+    def _run(self, params: Params, work: Work, positions: IntArray) -> Stack:
         size = min(work.local.batch_size, int(self.split.sizes.max()))
         if self.sgd is None or not self.sgd.fits(len(positions), size, work.local):
             self.sgd = None  # frees its memory first
@@ -115,16 +115,15 @@ class VmappedTrainer:
     def gradients(self, params: Params, devices: IntArray, rows: int) -> list[dict[str, Tensor]]:
         """Return ∇F_k(params) of each device, about ``rows`` samples at a time."""
         order = np.argsort(-self.split.sizes[devices], kind="stable")
-        gradients: dict[int, dict[str, Tensor]] = {}
+        gradients: list[dict[str, Tensor]] = []
 
         def run(start: int, stop: int) -> None:
-            positions = order[start:stop]
-            stack = self._gradients(params, devices[positions], max(1, rows // len(positions)))
-            gradients.update(zip(positions.tolist(), unstack(stack), strict=True))
+            stack = self._gradients(params, devices[order[start:stop]], max(1, rows // (stop - start)))
+            gradients.extend(unstack(stack))
 
         with self.task.mode(training=False):
             run_in_chunks(len(order), self.chunk_size or len(order), run, "computing gradients of devices")
-        return [gradients[position] for position in range(len(order))]
+        return [gradients[at] for at in np.argsort(order).tolist()]
 
     def _gradients(self, params: Params, devices: IntArray, rows: int) -> Stack:
         """Return the stacked gradients of devices in order of decreasing size, ``rows`` samples of each at a time."""

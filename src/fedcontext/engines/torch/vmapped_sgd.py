@@ -19,7 +19,7 @@ from fedcontext.engines.torch.cuda_graph import COMPILED, Acceleration, capture
 from fedcontext.engines.torch.task import Params, Task, first_line
 from fedcontext.errors import require
 from fedcontext.local_sgd import LocalSGD
-from fedcontext.plan import orders
+from fedcontext.plan import IntArray, orders
 
 require("torch", extra="torch")
 import torch  # noqa: E402
@@ -41,7 +41,7 @@ class Batches:
     active: list[int]  # (S,) number of devices, from the first, that still train
 
 
-def padded_batches(work: Work, positions: list[int], split: Split, size: int, task: Task) -> Batches:
+def padded_batches(work: Work, positions: IntArray, split: Split, size: int, task: Task) -> Batches:
     """Return the batches of the devices at these ``positions`` of the cohort, ``size`` samples each."""
     devices, epochs = work.devices[positions], work.epochs[positions]
     samples = split.sizes[devices]
