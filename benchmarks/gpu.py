@@ -6,9 +6,9 @@ numbers: speed does not depend on them), 50 devices a round, 1 epoch, batches of
     PYTHONPATH=src python benchmarks/gpu.py --pfl PATH_OF_UNPACKED_PFL --out gpu.json
 
 Every variant starts from the same params on the same plan; ``distance`` is the largest relative distance of a device's
-update from the one that training one by one in full precision gives (for pfl-research: of the round's mean update);
-``median`` is the median device's, ``cohort`` that of all updates taken together. ``alike`` is the largest distance from
-training one by one with the same convolutions.
+update from sequential training in full precision (for pfl-research: of the round's mean update); ``median`` is the
+median device's, ``cohort`` that of all updates taken together. ``alike`` is the largest distance from sequential
+training with the same precision and convolutions.
 """
 
 from __future__ import annotations
@@ -49,42 +49,33 @@ from fedcontext.local_sgd import sgd
 from fedcontext.plan import batches, plan_round
 
 SHAPE, CLASSES, BATCH, RATE, SEED = (3, 32, 32), 10, 10, 0.01, 0
-AT_ONCE = {"at_once": True, "speed": "graph", "convolutions": "library"}
-COMPILED = {**AT_ONCE, "speed": "compile"}
+GRAPH = {"vectorize": True, "acceleration": "cuda-graph", "convolutions": "native"}
+COMPILED = {**GRAPH, "acceleration": "compile"}
 VARIANTS: dict[str, dict] = {
-    "one by one": {"at_once": False},
-    "vmap": {**AT_ONCE, "speed": "plain"},
-    "graph": AT_ONCE,
-    "graph unfold": {**AT_ONCE, "convolutions": "unfold"},
-    "graph tf32": {**AT_ONCE, "precision": "tf32"},
-    "graph unfold tf32": {**AT_ONCE, "convolutions": "unfold", "precision": "tf32"},
-    "graph bfloat16": {**AT_ONCE, "precision": "bfloat16"},
-    "graph unfold bfloat16": {**AT_ONCE, "convolutions": "unfold", "precision": "bfloat16"},
+    "one by one": {"vectorize": False},
+    "vmap": {**GRAPH, "acceleration": "eager"},
+    "graph": GRAPH,
+    "graph unfold": {**GRAPH, "convolutions": "unfold"},
+    "graph tf32": {**GRAPH, "precision": "tf32"},
+    "graph unfold tf32": {**GRAPH, "convolutions": "unfold", "precision": "tf32"},
+    "graph bfloat16": {**GRAPH, "precision": "bfloat16"},
+    "graph unfold bfloat16": {**GRAPH, "convolutions": "unfold", "precision": "bfloat16"},
     "compile": COMPILED,
     "compile unfold": {**COMPILED, "convolutions": "unfold"},
     "compile unfold tf32": {**COMPILED, "convolutions": "unfold", "precision": "tf32"},
     "compile unfold bfloat16": {**COMPILED, "convolutions": "unfold", "precision": "bfloat16"},
     "compile slices": {**COMPILED, "convolutions": "slices"},
-    "search slices": {**COMPILED, "speed": "search", "convolutions": "slices"},
-    "graph fused": {**AT_ONCE, "convolutions": "fused"},
-    "compile fused": {**COMPILED, "convolutions": "fused"},
-    "search fused": {**COMPILED, "speed": "search", "convolutions": "fused"},
-    "compile fused tf32": {**COMPILED, "convolutions": "fused", "precision": "tf32"},
+    "search slices": {**COMPILED, "acceleration": "max-autotune", "convolutions": "slices"},
     "compile slices tf32": {**COMPILED, "convolutions": "slices", "precision": "tf32"},
     "compile slices bfloat16": {**COMPILED, "convolutions": "slices", "precision": "bfloat16"},
     "compile tf32": {**COMPILED, "precision": "tf32"},
     "compile bfloat16": {**COMPILED, "precision": "bfloat16"},
 }
-NEEDED_S = {
-    "compile": 70,
-    "search": 170,
-    "graph": 10,
-    "vmap": 10,
-}  # what a variant may take: it is skipped if less is left
+NEEDED_S = {"compile": 70, "search": 170, "graph": 10, "vmap": 10}  # a variant is skipped if fewer seconds are left
 
 
 class Bench:
-    """The work, the clock, and what was found."""
+    """The workload, the timer and the results."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.began, self.results = args, time.perf_counter(), {}
@@ -92,7 +83,7 @@ class Bench:
         self.device = torch.device(auto if args.device == "auto" else args.device)
         self.data = images(args.devices, args.samples)
         self.params: dict[str, torch.Tensor] = {}
-        self.truth: list[dict[str, torch.Tensor]] = []
+        self.reference: list[dict[str, torch.Tensor]] = []
 
     def left(self) -> float:
         return self.args.budget - (time.perf_counter() - self.began)
@@ -125,34 +116,33 @@ class Bench:
         return TorchEngine(self.data, make, input_shape=SHAPE, device=str(self.device), seed=SEED, **options)
 
     def check(self, updates: list[dict[str, torch.Tensor]]) -> dict:
-        pairs = zip(updates, self.truth, strict=True)
+        pairs = zip(updates, self.reference, strict=True)
         apart = [relative(ours, theirs) for ours, theirs in pairs]
-        whole = relative(*(flat(updates), flat(self.truth)))
+        whole = relative(*(flat(updates), flat(self.reference)))
         same = {"every device to 1e-4": max(apart) < 1e-4, "cohort to 1e-4": whole < 1e-4}
         return {"distance": max(apart), "median": statistics.median(apart), "cohort": whole, **same}
 
     def variant(self, name: str) -> dict:
-        """Return the time of one way of this package, and how far its updates are from the truth."""
+        """Return the time of a variant of this package, and the distance of its updates from the reference."""
         engine = self.engine(VARIANTS[name])
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        found = self.clock(lambda number: engine.train(self.params, self.work(number)))
+        timing = self.clock(lambda number: engine.train(self.params, self.work(number)))
         if self.device.type == "cuda":
-            found["peak_gb"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-        ran = engine.stacked.speed if engine.at_once else "plain"
+            timing["peak_gb"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         updates = engine.train(self.params, self.work(1))
-        return {**found, "ran as": ran, **self.check(updates), **self.alike(name, updates)}
+        return {**timing, "ran as": engine.acceleration, **self.check(updates), **self.alike(name, updates)}
 
     def alike(self, name: str, updates: list[dict[str, torch.Tensor]]) -> dict:
-        """Return the largest distance from training one by one in the same precision, with the same convolutions."""
+        """Return the largest distance from sequential training with the same precision and convolutions."""
         options = {key: VARIANTS[name][key] for key in ("convolutions", "precision") if key in VARIANTS[name]}
         if not options:
             return {}
-        theirs = self.engine({"at_once": False, **options}).train(self.params, self.work(1))
+        theirs = self.engine({"vectorize": False, **options}).train(self.params, self.work(1))
         return {"alike": max(relative(*pair) for pair in zip(updates, theirs, strict=True))}
 
     def cudnn_search(self) -> dict:
-        """Return the same as "graph", with cuDNN told to try its kernels and keep the fastest."""
+        """Return the results of "graph" with `torch.backends.cudnn.benchmark`."""
         before = torch.backends.cudnn.benchmark
         torch.backends.cudnn.benchmark = True
         try:
@@ -161,7 +151,7 @@ class Bench:
             torch.backends.cudnn.benchmark = before
 
     def loop(self) -> dict:
-        """Return the time of what one writes without a library: a model, an optimiser, two loops."""
+        """Return the time of plain PyTorch: a model, an optimizer, two loops."""
         features = torch.from_numpy(self.data.train.features).to(self.device).reshape(-1, *SHAPE)
         labels = torch.from_numpy(self.data.train.labels).to(self.device)
         model = cnn(SHAPE, CLASSES).to(self.device)
@@ -170,11 +160,11 @@ class Bench:
             work, updates = self.work(number), []
             for device in work.devices.tolist():
                 model.load_state_dict(self.params)
-                optimiser = torch.optim.SGD(model.parameters(), lr=RATE)
+                optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
                 for at in self.orders(number, device):
-                    optimiser.zero_grad()
+                    optimizer.zero_grad()
                     nn.functional.cross_entropy(model(features[at]), labels[at]).backward()
-                    optimiser.step()
+                    optimizer.step()
                 updates.append({name: leaf.detach() - self.params[name] for name, leaf in model.named_parameters()})
             return updates
 
@@ -186,8 +176,8 @@ class Bench:
             yield torch.from_numpy(batch + start).to(self.device)
 
     def aggregation(self) -> dict:
-        """Return what the door takes for the updates of one round: the plain mean, and the contextual rule."""
-        updates = self.truth
+        """Return the time of `aggregate` on the updates of one round: the plain mean, and the contextual rule."""
+        updates = self.reference
         rules = {"mean": (fc.mean(), None), "contextual": (fc.contextual(1 / RATE), updates[0])}
         return {
             name: self.clock(lambda _, r=rule, g=gradient: fc.aggregate(self.params, updates, rule=r, gradient=g))
@@ -196,9 +186,9 @@ class Bench:
 
     def pfl(self) -> dict:
         """Return the time of pfl-research itself, in this process."""
-        trained, found = pfl_rounds(self, self.args.rounds)
-        mean = {name: torch.stack([update[name] for update in self.truth]).mean(dim=0) for name in self.params}
-        return {**found, "distance": relative({name: trained[name] - self.params[name] for name in mean}, mean)}
+        trained, timing = pfl_rounds(self, self.args.rounds)
+        mean = {name: torch.stack([update[name] for update in self.reference]).mean(dim=0) for name in self.params}
+        return {**timing, "distance": relative({name: trained[name] - self.params[name] for name in mean}, mean)}
 
     def pfl_processes(self) -> dict:
         """Return the time of several processes of pfl-research that share the GPU and the cohort, and never meet.
@@ -221,12 +211,12 @@ class Bench:
             for worker in workers:
                 worker.stdin.write("go\n")
                 worker.stdin.flush()
-            found = [json.loads(worker.stdout.readline()) for worker in workers]
+            timings = [json.loads(worker.stdout.readline()) for worker in workers]
         finally:
             alarm.cancel()
             for worker in workers:
                 worker.kill()
-        return {"ms": max(each["ms"] for each in found), "processes": count, "devices each": share}
+        return {"ms": max(each["ms"] for each in timings), "processes": count, "devices each": share}
 
 
 def images(devices: int, samples: int) -> FederatedData:
@@ -362,19 +352,19 @@ class AnyModule(types.ModuleType):
 
 
 def worker(bench: Bench) -> None:
-    """Time pfl-research on a share of the cohort, and start the timed rounds when told to."""
+    """Time pfl-research on a share of the cohort, and start the timed rounds on a line of standard input."""
 
     def ready() -> None:
         print("ready", flush=True)
         sys.stdin.readline()
 
-    bench.params = bench.engine({"at_once": False}).initial_params()
-    _, found = pfl_rounds(bench, bench.args.rounds, ready)
-    print(json.dumps(found), flush=True)
+    bench.params = bench.engine({"vectorize": False}).initial_params()
+    _, timing = pfl_rounds(bench, bench.args.rounds, ready)
+    print(json.dumps(timing), flush=True)
 
 
 def attempt(bench: Bench, name: str, measure: Callable[[], dict]) -> None:
-    """Put what ``measure`` finds, or why it failed, into the results and the file."""
+    """Add what ``measure`` returns, or its error, to the results and the output file."""
     needed = NEEDED_S.get(name.split()[0], 5)
     start = time.perf_counter()
     try:
@@ -395,7 +385,7 @@ def attempt(bench: Bench, name: str, measure: Callable[[], dict]) -> None:
 
 
 def report(bench: Bench) -> str:
-    """Return everything that was found as JSON."""
+    """Return all results as JSON."""
     gpu = torch.cuda.get_device_name() if bench.device.type == "cuda" else "cpu"
     versions = {"torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()}
     versions |= {"cuda": torch.version.cuda, "fedcontext": fc.__version__}
@@ -407,7 +397,7 @@ def report(bench: Bench) -> str:
         for peer in ("pfl", "pfl processes", "loop")
         if peer in times
     }
-    found = {
+    results = {
         "machine": gpu,
         "date": f"{date.today()}",
         "versions": versions,
@@ -415,12 +405,12 @@ def report(bench: Bench) -> str:
         "results": bench.results,
         "times faster": ratios,
     }
-    return json.dumps(found, indent=1)
+    return json.dumps(results, indent=1)
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="names with commas between; all if not given")
+    parser.add_argument("--only", default="", help="comma-separated names; default: all")
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     parser.add_argument("--pfl", type=Path, help="a folder that holds pfl-research's package `pfl`")
     parser.add_argument("--pfl-processes", type=int, default=4)
@@ -429,8 +419,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=1000)
     parser.add_argument("--samples", type=int, default=50)
     parser.add_argument("--cohort", type=int, default=50)
-    parser.add_argument("--rounds", type=int, default=9, help="timed ones, after two that warm up")
-    parser.add_argument("--budget", type=float, default=285, help="seconds; what would not fit is skipped")
+    parser.add_argument("--rounds", type=int, default=9, help="timed rounds, after two warm-up rounds")
+    parser.add_argument("--budget", type=float, default=285, help="seconds; variants that do not fit are skipped")
     parser.add_argument("--out", type=Path, help="also write the JSON here, after every variant")
     return parser.parse_args()
 
@@ -450,10 +440,10 @@ def main() -> None:
     if args.list or set(chosen) - set(todo):
         print("\n".join(todo))
         sys.exit(0 if args.list else f"unknown: {', '.join(sorted(set(chosen) - set(todo)))}")
-    truth = bench.engine({"at_once": False})
-    bench.params = truth.initial_params()
-    bench.truth = truth.train(bench.params, bench.work(1))
-    del truth
+    reference = bench.engine({"vectorize": False})
+    bench.params = reference.initial_params()
+    bench.reference = reference.train(bench.params, bench.work(1))
+    del reference
     for name in chosen:
         attempt(bench, name, todo[name])
     print(report(bench))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from importlib import import_module
 from importlib.util import find_spec
 
 import numpy as np
@@ -14,8 +12,6 @@ from fedcontext.datasets import FederatedData, federate, files, iid, load_datase
 
 settings.register_profile("fedcontext", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fedcontext")
-if find_spec("torch") and not import_module("torch").cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton looks at it when it is imported
 
 
 def pytest_configure(config: pytest.Config) -> None:

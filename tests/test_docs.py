@@ -19,7 +19,7 @@ MADE = {  # what the one block of Python on a page is to have made
     "guide/rules.md": lambda names: names["rule"].name == "contextual" and names["promised"] < 0,
     "guide/look-at-runs.md": lambda names: list(names["frame"]["number"]) == [1],
 }
-ELSEWHERE = {"modules.md", "plug-in.md", "privacy.md"}  # whose Python other tests run
+ELSEWHERE = {"torch-engine.md", "plug-in.md", "privacy.md"}  # whose Python other tests run
 
 
 def python_on(page: str) -> list[str]:

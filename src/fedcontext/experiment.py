@@ -48,7 +48,7 @@ class Experiment:
     over_select: float = 0.0
     eval_every: int = 1
     engine: str = "auto"  # fast where its extra is installed, else reference; module for other models
-    model: str = "softmax"  # logistic (the same), cnn or resnet18: for the module engine
+    model: str = "softmax"  # logistic (the same), mlp, cnn-small, cnn or resnet18: engine "torch"
     momentum: float = 0.0  # this and the next two: for the module engine
     weight_decay: float = 0.0
     clip: float = 0.0  # the largest norm of a batch's gradient; 0: any

@@ -55,7 +55,8 @@ EngineName = Annotated[
     ),
 ]
 Model = Annotated[
-    str | None, typer.Option(help="softmax, logistic, cnn or resnet18 (engine 'torch'). [default: softmax]")
+    str | None,
+    typer.Option(help="softmax, logistic, mlp, cnn-small, cnn or resnet18 (engine 'torch'). [default: softmax]"),
 ]
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda (engine 'torch'). [default: auto]")]
 Momentum = Annotated[float | None, typer.Option(help="Of local SGD (engine 'torch'). [default: 0]")]

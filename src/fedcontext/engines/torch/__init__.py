@@ -1,1 +1,1 @@
-"""Any `torch.nn.Module` as the devices' model."""
+"""The PyTorch engine: local training of any `torch.nn.Module`."""

@@ -1,4 +1,4 @@
-"""Small PyTorch models by name, for the module engine: logistic regression, a CNN and a ResNet-18 with GroupNorm."""
+"""PyTorch models by name: logistic regression, an MLP, two CNNs and a ResNet-18 with GroupNorm."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ require("torch", extra="torch")
 from torch import Tensor, nn  # noqa: E402
 
 Shape: TypeAlias = tuple[int, ...]
-GROUPS = 2  # of GroupNorm's channels: a choice that keeps every width divisible
+GROUPS = 2  # of GroupNorm
 
 
 def logistic(shape: Shape, classes: int) -> nn.Module:
-    """Return the paper's model, softmax(x W + c), starting from zeros as the reference engine does.
+    """Return the paper's model, softmax(x W + c), with zero weights as in the reference engine.
 
     >>> sum(p.numel() for p in logistic((784,), 10).parameters())
     7850
@@ -25,6 +25,36 @@ def logistic(shape: Shape, classes: int) -> nn.Module:
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     return nn.Sequential(nn.Flatten(), layer)
+
+
+def mlp(shape: Shape, classes: int) -> nn.Module:
+    """Return a perceptron with one hidden layer of 128 ReLU units.
+
+    >>> mlp((60,), 10)[1]
+    Linear(in_features=60, out_features=128, bias=True)
+    """
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 128), nn.ReLU(), nn.Linear(128, classes))
+
+
+def cnn_small(shape: Shape, classes: int) -> nn.Module:
+    """Return two 3x3 convolutions (16, 32), each with max-pooling, and a dense layer of 128.
+
+    >>> sum(p.numel() for p in cnn_small((1, 28, 28), 10).parameters())
+    108618
+    """
+    channels, height, width = _image(shape, least=10)
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * (((height - 2) // 2 - 2) // 2) * (((width - 2) // 2 - 2) // 2), 128),
+        nn.ReLU(),
+        nn.Linear(128, classes),
+    )
 
 
 def cnn(shape: Shape, classes: int) -> nn.Module:
@@ -82,17 +112,18 @@ def resnet18(shape: Shape, classes: int) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
 
 
-# "softmax" is what other engines call the same model: the word then means one thing everywhere.
 MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
-    "softmax": logistic,
+    "softmax": logistic,  # the name of the same model in the other engines
     "logistic": logistic,
+    "mlp": mlp,
+    "cnn-small": cnn_small,
     "cnn": cnn,
     "resnet18": resnet18,
 }
 
 
 def model_named(name: str, features: int, classes: int) -> tuple[Callable[[], nn.Module], Shape]:
-    """Return a factory of the named model, and the shape that it wants samples in.
+    """Return a function that builds the named model, and the shape of the samples that it expects.
 
     >>> factory, shape = model_named("cnn", features=784, classes=10)
     >>> shape
@@ -100,32 +131,32 @@ def model_named(name: str, features: int, classes: int) -> tuple[Callable[[], nn
     """
     if name not in MODELS:
         raise FedcontextError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
-    shape = (features,) if MODELS[name] is logistic else image_shape(features)
+    shape = (features,) if MODELS[name] in (logistic, mlp) else image_shape(features)
     return lambda: MODELS[name](shape, classes), shape
 
 
 def image_shape(features: int) -> Shape:
-    """Return (channels, side, side) of a square grey or colour image with so many numbers.
+    """Return (channels, side, side) of a square image with 1 or 3 channels and so many features.
 
     >>> image_shape(3072)
     (3, 32, 32)
     >>> image_shape(60)
     Traceback (most recent call last):
     ...
-    fedcontext.errors.FedcontextError: features must form a square image of 1 or 3 channels for this model, got 60 of them
+    fedcontext.errors.FedcontextError: this model needs square images of 1 or 3 channels, got 60 features
     """
     for channels in (1, 3):
         side = math.isqrt(features // channels)
         if channels * side * side == features:
             return channels, side, side
-    raise FedcontextError(
-        f"features must form a square image of 1 or 3 channels for this model, got {features} of them"
-    )
+    raise FedcontextError(f"this model needs square images of 1 or 3 channels, got {features} features")
 
 
 def _image(shape: Shape, least: int) -> Shape:
     if len(shape) != 3 or min(shape[1:]) < least:
-        raise FedcontextError(f"images must have shape (channels, height, width) from {least}x{least}, got {shape}")
+        raise FedcontextError(
+            f"samples must have shape (channels, height, width) of at least {least}x{least}, got {shape}"
+        )
     return shape
 
 

@@ -1,18 +1,19 @@
-"""All devices of a cohort at once: chunks that fit the memory, each a stack of models on one `Stage`."""
+"""Training and gradients of all devices at once, in chunks that fit the memory."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedcontext.datasets.federated import Split
-from fedcontext.engines.torch.factors import Stack
-from fedcontext.engines.torch.stage import Speed, Stage, plan_steps, stacked_gradients
+from fedcontext.engines.torch.cuda_graph import Acceleration
 from fedcontext.engines.torch.task import Params, Task, first_line, seeded
+from fedcontext.engines.torch.vmapped_sgd import Stack, VmappedSGD, padded_batches, vmapped_gradients
 from fedcontext.errors import FedcontextError, require
-from fedcontext.plan import Stream, generator
+from fedcontext.plan import IntArray, Stream, generator
 
 require("torch", extra="torch")
 import torch  # noqa: E402
@@ -22,152 +23,137 @@ if TYPE_CHECKING:
     from fedcontext.engines.base import Work
 
 
-def obstacle(module: nn.Module) -> str | None:
-    """Return why a module cannot train all at once, or None.
+def batch_norm_in(module: nn.Module) -> str | None:
+    """Return the first layer that updates running statistics, which `torch.vmap` does not support, or None.
 
-    >>> obstacle(nn.Sequential(nn.BatchNorm1d(3)))
-    'BatchNorm1d (0) cannot train all at once: use GroupNorm or at_once=False'
+    >>> batch_norm_in(nn.Sequential(nn.BatchNorm1d(3)))
+    'BatchNorm1d (0)'
     """
-    for name, child in module.named_modules():
-        kind = type(child).__name__
-        if isinstance(child, nn.modules.batchnorm._NormBase) and ("Batch" in kind or child.track_running_stats):
-            return f"{kind} ({name}) cannot train all at once: use GroupNorm or at_once=False"
+    for name, layer in module.named_modules():
+        kind = type(layer).__name__
+        if isinstance(layer, nn.modules.batchnorm._NormBase) and ("Batch" in kind or layer.track_running_stats):
+            return f"{kind} ({name})"
     return None
 
 
-def in_chunks(total: int, width: int, attempt: Callable[[int, int], None], what: str) -> int:
-    """Call ``attempt(start, stop)`` over ``total`` items in chunks; return the width that fitted the memory.
+def run_in_chunks(total: int, size: int, run: Callable[[int, int], None], action: str) -> int:
+    """Call ``run(start, stop)`` over ``total`` items; return the chunk size, halved as often as memory ran out.
 
-    A chunk that does not fit is tried again at half the width, down to one.
-
-    >>> in_chunks(5, 2, lambda start, stop: print(start, stop), "training")
+    >>> run_in_chunks(5, 2, lambda start, stop: print(start, stop), "training")
     0 2
     2 4
     4 5
     2
     """
-    start, width = 0, max(1, min(width, total))
+    start, size = 0, max(1, min(size, total))
     while start < total:
         try:
-            attempt(start, min(start + width, total))
-            start += width
+            run(start, min(start + size, total))
+            start += size
             continue
         except torch.cuda.OutOfMemoryError as error:
-            said = first_line(error)
-        if width == 1:
+            reason = first_line(error)
+        if size == 1:
             raise FedcontextError(
-                f"out of GPU memory while {what}, one at a time ({said}): take a smaller model or batch"
+                f"out of GPU memory while {action}, one at a time ({reason}); use a smaller model or batch"
             )
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        width = (width + 1) // 2
-    return width
+        size = (size + 1) // 2
+        warnings.warn(f"out of GPU memory while {action}; continuing with {size} at once", stacklevel=2)
+    return size
 
 
-class AtOnce:
-    """Trains cohorts in chunks of stacked models, and remembers what fitted."""
+class VmappedTrainer:
+    """Trains cohorts in chunks of devices, and keeps the chunk size and the acceleration that worked."""
 
-    def __init__(self, task: Task, split: Split, chunk: int | None, speed: Speed) -> None:
-        self.task, self.split, self.chunk = task, split, chunk
-        self.speed: Speed = speed if speed != "auto" else "graph" if task.device.type == "cuda" else "plain"
-        self.stage: Stage | None = None
-        self.length = 0  # steps of the longest work so far
-
-    def train(self, params: Params, work: Work) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
-        """Return each device's update of the trainable leaves, and whether all of it is finite."""
-        lengths = work.epochs * -(-self.split.sizes[work.devices] // work.local.batch_size)
-        order = np.argsort(-lengths, kind="stable").tolist()
-        moved: dict[int, dict[str, Tensor]] = {}
-        sound: dict[int, Tensor] = {}
-
-        def attempt(start: int, stop: int) -> None:
-            chosen = order[start:stop]
-            try:
-                moves = self._run(params, work, chosen)
-            except torch.cuda.OutOfMemoryError:
-                self.stage = None  # its places are what must shrink
-                raise
-            moved.update(zip(chosen, rows_of(moves), strict=True))
-            sound.update(zip(chosen, _finite(moves).unbind(), strict=True))
-
-        width = in_chunks(len(order), self.chunk or len(order), attempt, "training devices")
-        if width < len(order):
-            self.chunk = width
-        return [moved[at] for at in range(len(order))], [sound[at] for at in range(len(order))]
-
-    @torch.no_grad()
-    def _run(self, params: Params, work: Work, chosen: list[int]) -> Stack:
-        size = min(work.local.batch_size, int(self.split.sizes.max()))
-        self.length = max(self.length, int(work.epochs.max()) * self._epoch(size))
-        stage = self.stage
-        if stage is None or not stage.fits(len(chosen), size, self.length, work.local):
-            self.stage = stage = None  # free its places before new ones are taken
-            stage = Stage(self.task, params, len(chosen), size, self.length, work.local, self.speed)
-        stage.load(params)  # the GPU works on this while the steps are planned
-        steps = plan_steps(work, chosen, self.split, size, self.task)
-        draw = generator(work.seed, work.number, Stream.DROPOUT, int(work.devices[chosen[0]]))
-        with self.task.mode(training=True), seeded(self.task.device, int(draw.integers(2**62))):
-            result = stage.run(steps, work.local.learning_rate)
-        self.stage, self.speed = stage, stage.speed  # what could not be had is not tried again
-        return result
-
-    def _epoch(self, size: int) -> int:
-        """Return the steps of the largest device's epoch: no cohort then needs more, and other places."""
-        return -(-int(self.split.sizes.max()) // size)
+    def __init__(self, task: Task, split: Split, chunk_size: int | None, acceleration: Acceleration) -> None:
+        self.task, self.split, self.chunk_size, self.acceleration = task, split, chunk_size, acceleration
+        self.sgd: VmappedSGD | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: room and recordings are made anew."""
-        return {**self.__dict__, "stage": None}
+        """Return the state without stacked tensors and captured steps, which a copy makes anew."""
+        return {**self.__dict__, "sgd": None}
+
+    def train(self, params: Params, work: Work) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+        """Return each device's update of the trainable leaves, and whether all its entries are finite."""
+        steps = work.epochs * -(-self.split.sizes[work.devices] // work.local.batch_size)
+        order = np.argsort(-steps, kind="stable")
+        updates: list[dict[str, Tensor]] = []
+        finite: list[Tensor] = []
+
+        def run(start: int, stop: int) -> None:
+            try:
+                stack = self._run(params, work, order[start:stop])
+            except torch.cuda.OutOfMemoryError:
+                self.sgd = None  # frees its memory before a smaller one is made
+                raise
+            updates.extend(unstack(stack))
+            finite.extend(_finite(stack).unbind())
+
+        size = run_in_chunks(len(order), self.chunk_size or len(order), run, "training devices")
+        if size < len(order):
+            self.chunk_size = size
+        inverse = np.argsort(order).tolist()
+        return [updates[at] for at in inverse], [finite[at] for at in inverse]
 
     @torch.no_grad()
-    def gradients(self, params: Params, devices: list[int], rows: int) -> list[dict[str, Tensor]]:
-        """Return ∇F_k(params) of each device, ``rows`` samples of some devices in one pass."""
-        order = sorted(range(len(devices)), key=lambda at: -int(self.split.sizes[devices[at]]))
-        found: dict[int, dict[str, Tensor]] = {}
+    def _run(self, params: Params, work: Work, positions: IntArray) -> Stack:
+        size = min(work.local.batch_size, int(self.split.sizes.max()))
+        if self.sgd is None or not self.sgd.fits(len(positions), size, work.local):
+            self.sgd = None  # frees its memory first
+            self.sgd = VmappedSGD(self.task, params, len(positions), size, work.local, self.acceleration)
+        self.sgd.load(params)  # before the batches are drawn: a GPU copies meanwhile
+        batches = padded_batches(work, positions, self.split, size, self.task)
+        random = generator(work.seed, work.number, Stream.DROPOUT, int(work.devices[positions[0]]))
+        with self.task.mode(training=True), seeded(self.task.device, int(random.integers(2**62))):
+            updates = self.sgd.run(batches, work.local.learning_rate)
+        self.acceleration = self.sgd.acceleration
+        return updates
 
-        def attempt(start: int, stop: int) -> None:
-            chosen = order[start:stop]
-            totals = self._gradients(params, [devices[at] for at in chosen], max(1, rows // len(chosen)))
-            found.update(zip(chosen, rows_of(totals), strict=True))
+    @torch.no_grad()
+    def gradients(self, params: Params, devices: IntArray, rows: int) -> list[dict[str, Tensor]]:
+        """Return ∇F_k(params) of each device, about ``rows`` samples at a time."""
+        order = np.argsort(-self.split.sizes[devices], kind="stable")
+        gradients: list[dict[str, Tensor]] = []
+
+        def run(start: int, stop: int) -> None:
+            stack = self._gradients(params, devices[order[start:stop]], max(1, rows // (stop - start)))
+            gradients.extend(unstack(stack))
 
         with self.task.mode(training=False):
-            in_chunks(len(order), self.chunk or len(order), attempt, "taking gradients of devices")
-        return [found[at] for at in range(len(order))]
+            run_in_chunks(len(order), self.chunk_size or len(order), run, "computing gradients of devices")
+        return [gradients[at] for at in np.argsort(order).tolist()]
 
-    def _gradients(self, params: Params, devices: list[int], rows: int) -> Stack:
-        own, constants = (
-            {name: params[name] for name in names} for names in (self.task.trainable, self.task.constants)
-        )
-        sizes, offsets = self.split.sizes[devices], self.split.offsets[devices]
-        totals = {
-            name: torch.zeros((len(devices), *leaf.shape), dtype=leaf.dtype, device=leaf.device)
-            for name, leaf in own.items()
-        }
-        of_each = stacked_gradients(self.task, own=False)
+    def _gradients(self, params: Params, devices: IntArray, rows: int) -> Stack:
+        """Return the stacked gradients of devices in order of decreasing size, ``rows`` samples of each at a time."""
+        task, sizes, offsets = self.task, self.split.sizes[devices], self.split.offsets[devices]
+        trainable, buffers = ({name: params[name] for name in names} for names in (task.trainable, task.buffers))
+        totals = {name: leaf.new_zeros((len(devices), *leaf.shape)) for name, leaf in trainable.items()}
+        gradients_of = vmapped_gradients(task, stacked=False)
         for start in range(0, int(sizes[0]), rows):
             count = int((sizes > start).sum())
             within = np.arange(start, min(start + rows, int(sizes[0])))[None, :]
             real = within < sizes[:count, None]
-            at = torch.from_numpy(offsets[:count, None] + np.where(real, within, 0)).to(self.task.device)
-            shares = torch.from_numpy(real / sizes[:count, None]).to(self.task.device, self.task.dtype)
-            slopes = of_each(own, {}, constants, self.task.features[at], self.task.labels[at], shares)
+            at = torch.from_numpy(offsets[:count, None] + np.where(real, within, 0)).to(task.device)
+            weights = torch.from_numpy(real / sizes[:count, None]).to(task.device, task.dtype)
+            parts = gradients_of(trainable, buffers, task.features[at], task.labels[at], weights)
             for name, total in totals.items():
-                total[:count] += slopes[name]
+                total[:count] += parts[name]
         return totals
 
 
-def rows_of(stack: Stack) -> list[dict[str, Tensor]]:
-    """Return each device's leaves: views of the stack's rows.
+def unstack(stack: Stack) -> list[dict[str, Tensor]]:
+    """Return each device's leaves, views of the stack's rows.
 
-    >>> rows_of({"w": torch.tensor([[1, 2], [3, 4]])})
+    >>> unstack({"w": torch.tensor([[1, 2], [3, 4]])})
     [{'w': tensor([1, 2])}, {'w': tensor([3, 4])}]
     """
-    return [
-        dict(zip(stack, rows, strict=True)) for rows in zip(*(leaf.unbind() for leaf in stack.values()), strict=True)
-    ]
+    rows = zip(*(leaf.unbind() for leaf in stack.values()), strict=True)
+    return [dict(zip(stack, row, strict=True)) for row in rows]
 
 
 def _finite(stack: Stack) -> Tensor:
-    """Return (C,) whether all of a device's numbers are finite."""
+    """Return (C,) whether all entries of a device are finite, with one kernel per leaf instead of one per device."""
     largest = [torch.linalg.vector_norm(leaf.reshape(len(leaf), -1), float("inf"), dim=1) for leaf in stack.values()]
     return torch.stack(largest).isfinite().all(dim=0)
