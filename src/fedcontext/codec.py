@@ -31,7 +31,7 @@ Key: TypeAlias = Sequence[int]  # such as (seed, round, stream, device): whole n
 HEADER = struct.Struct("<BBQ")  # version, bits, number of entries
 VERSION = 1
 SMALLEST, LARGEST = 2**7, 2**15  # entries of a block: smaller ones are biased, larger ones no better and slower
-CHUNK = 2**18  # entries processed at once, which bounds the memory
+CHUNK = 2**18  # entries processed at once, which bounds the memory; part of the format, as are the constants above
 SCALE_LIMIT = 1e35  # a restored entry is at most scale · √LARGEST · largest level and must be finite in float32
 
 
