@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from fedcontext import rules
+from fedcontext import rules, server
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.local_sgd import LocalSGD, proximal, sgd
 from fedcontext.memory import contextual_memory
 from fedcontext.rules import AnyRule
+from fedcontext.server import ServerOptimizer, server_sgd
 
 Averaging: TypeAlias = Literal["mean", "samples"]
 
@@ -23,16 +24,19 @@ class Hyperparameters:
     smoothness: float  # β of the bound; the paper's choice is 1 / learning_rate
     batch_size: int = 10
     mu: float = 0.1
+    server_learning_rate: float | None = None  # None is the algorithm's own default
+    server_momentum: float = 0.9  # of FedAvgM; β₁ of FedAdam and FedYogi
     averaging: Averaging = "mean"
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How devices train, and the rule by which the server aggregates what they send."""
+    """How devices train, the rule by which the server aggregates what they send, and how it applies the rule's step."""
 
     name: str
     local: LocalSGD
     rule: AnyRule
+    server: ServerOptimizer | None = None  # None adds the step to the params as it is
 
 
 def fedavg(h: Hyperparameters) -> Algorithm:
@@ -51,6 +55,41 @@ def fedprox(h: Hyperparameters) -> Algorithm:
 def folb(h: Hyperparameters) -> Algorithm:
     """Return FOLB: FedProx, each update weighted by how far its device's gradient agrees with the cohort's."""
     return replace(fedprox(h), name="folb", rule=rules.folb())
+
+
+def fedavgm(h: Hyperparameters) -> Algorithm:
+    """Return FedAvgM (Hsu et al. 2019): FedAvg with momentum on the server."""
+    optimizer = server.fedavgm(_server_rate(h, 1.0), h.server_momentum)
+    return replace(fedavg(h), name="fedavgm", server=optimizer)
+
+
+def fedadagrad(h: Hyperparameters) -> Algorithm:
+    """Return FedAdagrad (Reddi et al. 2021): FedAvg with Adagrad on the server."""
+    return replace(fedavg(h), name="fedadagrad", server=server.fedadagrad(_server_rate(h, 0.1)))
+
+
+def fedadam(h: Hyperparameters) -> Algorithm:
+    """Return FedAdam (Reddi et al. 2021): FedAvg with Adam on the server."""
+    optimizer = server.fedadam(_server_rate(h, 0.1), h.server_momentum)
+    return replace(fedavg(h), name="fedadam", server=optimizer)
+
+
+def fedyogi(h: Hyperparameters) -> Algorithm:
+    """Return FedYogi (Reddi et al. 2021): FedAvg with Yogi on the server."""
+    optimizer = server.fedyogi(_server_rate(h, 0.1), h.server_momentum)
+    return replace(fedavg(h), name="fedyogi", server=optimizer)
+
+
+def with_server_rate(algorithm: Algorithm, h: Hyperparameters) -> Algorithm:
+    """Return an algorithm without a server optimiser with its step scaled by the server learning rate, if one is set.
+
+    >>> h = Hyperparameters(learning_rate=0.1, smoothness=10, server_learning_rate=2.0)
+    >>> with_server_rate(fedavg(h), h).server.name
+    'server_sgd'
+    """
+    if algorithm.server is not None or h.server_learning_rate is None:
+        return algorithm
+    return replace(algorithm, server=server_sgd(h.server_learning_rate))
 
 
 def contextual_version(algorithm: Algorithm | str, smoothness: float) -> Algorithm:
@@ -88,6 +127,10 @@ ALGORITHMS: dict[str, Callable[[Hyperparameters], Algorithm]] = {
     "fedavg": fedavg,
     "fedprox": fedprox,
     "folb": folb,
+    "fedavgm": fedavgm,
+    "fedadagrad": fedadagrad,
+    "fedadam": fedadam,
+    "fedyogi": fedyogi,
     "fedavg-contextual": lambda h: contextual_version(fedavg(h), h.smoothness),
     "fedprox-contextual": lambda h: contextual_version(fedprox(h), h.smoothness),
     "fedavg-expected": lambda h: expected_version(fedavg(h), h.smoothness),
@@ -105,7 +148,11 @@ def algorithm_named(name: str, hyperparameters: Hyperparameters) -> Algorithm:
     """
     if name not in ALGORITHMS:
         raise FedcontextError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {name!r}")
-    return ALGORITHMS[name](hyperparameters)
+    return with_server_rate(ALGORITHMS[name](hyperparameters), hyperparameters)
+
+
+def _server_rate(h: Hyperparameters, default: float) -> float:
+    return default if h.server_learning_rate is None else h.server_learning_rate
 
 
 def _resolved(algorithm: Algorithm | str, smoothness: float) -> Algorithm:

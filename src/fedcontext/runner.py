@@ -77,12 +77,12 @@ def _played(simulation: Simulation, state: State | None, saved: Path | None) -> 
         yield record
         if saved is not None:
             facts = {"number": after.number, "loss": after.loss}
-            checkpoint.save(saved, after.params, after.rule, facts, after=saved.with_suffix(".jsonl"))
+            checkpoint.save(saved, after.params, after.carried, facts, after=saved.with_suffix(".jsonl"))
 
 
 def _saved_state(simulation: Simulation, saved: Path) -> State:
     found = checkpoint.load(saved, simulation.engine.initial_params())
-    return State(found.facts["number"], found.params, found.rule, found.facts["loss"])
+    return State(found.facts["number"], found.params, loss=found.facts["loss"], **found.rule)
 
 
 def run_all(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from fedcontext.plan import IntArray, RoundPlan, plan_round
 from fedcontext.records import RoundRecord
 from fedcontext.rules import AnyRule, Rule, SumRule
 from fedcontext.rules import State as RuleState
+from fedcontext.server import ServerOptimizer, except_buffers
+from fedcontext.server import State as ServerState
 from fedcontext.smoothness import curvature, smoothness_of
 from fedcontext.sums import flat, unflat
 
@@ -36,6 +39,12 @@ class State:
     rule: RuleState
     loss: float | None  # at params, where known
     previous: Structure | None = None  # the params before the last aggregation, where the rule needs them
+    server: ServerState = None  # of the server optimiser, where there is one
+
+    @property
+    def carried(self) -> dict[str, Any]:
+        """What a checkpoint holds beside number, params and loss."""
+        return {"rule": self.rule, "previous": self.previous, "server": self.server}
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,8 @@ class Simulation:
     def start(self) -> State:
         """Return the state before the first round."""
         params = self.engine.initial_params()
-        return State(0, params, self.algorithm.rule.init(params), self.engine.evaluate(params)[0])
+        server = self._optimizer.init(params) if self._optimizer else None
+        return State(0, params, self.algorithm.rule.init(params), self.engine.evaluate(params)[0], server=server)
 
     @np.errstate(over="ignore", invalid="ignore")  # of a run that diverges: `aggregate` refuses what is not finite
     def step(self, state: State) -> tuple[State, RoundRecord]:
@@ -156,7 +166,26 @@ class Simulation:
         if result is None:
             return replace(state, number=plan.number)
         previous = state.params if "differences" in self.algorithm.rule.needs else None
-        return State(plan.number, result.params, result.state, None, previous)
+        if self._optimizer is None:
+            return replace(
+                state, number=plan.number, params=result.params, rule=result.state, loss=None, previous=previous
+            )
+        step, server = self._optimizer.update(result.step, state.server, state.params)
+        params = self._moved(state.params, step, result.params)
+        return State(plan.number, params, result.state, None, previous, server)
+
+    @cached_property
+    def _optimizer(self) -> ServerOptimizer | None:
+        """The server optimiser; buffers are averaged, not optimised."""
+        return self.algorithm.server and except_buffers(self.algorithm.server, self.engine.buffers)
+
+    def _moved(self, params: Structure, step: Structure, averaged: Structure) -> Structure:
+        """Return params + step; leaves that no gradient moves are those of ``averaged``."""
+        base, steps, means = leaves(params), leaves(step), leaves(averaged)
+        trained = {name for name in base if name not in self.engine.buffers and kind_of(base[name]) == "floating"}
+        return rebuild(
+            params, {name: base[name] + steps[name] if name in trained else means[name] for name in base}
+        )
 
     def _evaluates(self, number: int) -> bool:
         return number % self.experiment.eval_every == 0 or number == self.experiment.rounds
@@ -175,16 +204,17 @@ class Simulation:
         accuracy: float | None,
     ) -> RoundRecord:
         change = None if loss is None or before is None else loss - before
+        as_is = self.algorithm.server is None  # the bound is about the rule's own step
         return RoundRecord(
             number=plan.number,
             loss=loss,
             accuracy=accuracy,
             devices=plan.devices[received.cohort].tolist() if result else [],
             weights=result.weights.tolist() if result else [],
-            promised_change=result.promised_change if result else None,
+            promised_change=result.promised_change if result and as_is else None,
             measured_change=change,
             smoothness=self.smoothness,
-            curvature=result.curvature(change) if result and change is not None else None,
+            curvature=result.curvature(change) if result and as_is and change is not None else None,
             condition=result.geometry.condition if result and result.geometry else None,
             seconds=received.seconds,
             bytes_down=received.bytes_down,
