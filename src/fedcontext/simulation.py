@@ -14,7 +14,7 @@ from fedcontext.aggregation import Aggregation, aggregate
 from fedcontext.algorithms import Algorithm, Hyperparameters, algorithm_named
 from fedcontext.arrays.tree import FloatArray, Structure, all_finite, kind_of, leaves
 from fedcontext.datasets import FederatedData, load_dataset
-from fedcontext.datasets.federated import is_everyone
+from fedcontext.datasets.federated import full_participation
 from fedcontext.engines.base import Engine, Work, engine_named
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
@@ -90,7 +90,7 @@ class Simulation:
         everyone = self.data.population
         outside = everyone - min(experiment.devices_per_round, everyone)
         if "pool" in needs and experiment.pool == "N":
-            is_everyone(self.data.train, np.arange(everyone))  # refuses what is made on demand
+            full_participation(self.data.train, np.arange(everyone))  # an error if samples are generated on demand
         plan = plan_round(
             experiment.seed,
             number,
@@ -194,7 +194,9 @@ def prepare(experiment: Experiment, data: FederatedData | None = None, engine: E
     if given is None and experiment.engine != "torch":
         algorithm.local.check_supported(experiment.engine)
     simulation = Simulation(experiment, data, engine, algorithm, fleet)
-    is_everyone(data.train, simulation.plan(1).probes)  # what cannot be planned is refused before anything is written
+    full_participation(
+        data.train, simulation.plan(1).probes
+    )  # what cannot be planned is refused before anything is written
     return simulation
 
 
