@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fedcontext as fc
 from fedcontext.errors import FedcontextError
-from fedcontext.fleet import PROFILES, answers, make_fleet
+from fedcontext.fleet import PROFILES, make_fleet, replies
 from fedcontext.plan import Stream, batches, generator, plan_round
 
 
@@ -88,11 +88,11 @@ def test_the_fleet_is_heterogeneous_and_seeded():
 def test_a_deadline_cuts_off_the_slow_and_bounds_the_round():
     plan, fleet = plan_round(0, 1, 30), make_fleet(PROFILES["edge"], 30, seed=0)
     samples = np.full(30, 200)
-    everyone = answers(fleet, plan, samples, 1000)
+    everyone = replies(fleet, plan, samples, 1000)
     assert len(everyone.cohort) == 10
     assert not everyone.excluded
     deadline = everyone.seconds / 2
-    some = answers(fleet, plan, samples, 1000, deadline=deadline)
+    some = replies(fleet, plan, samples, 1000, deadline=deadline)
     assert some.seconds == deadline
     assert 0 < len(some.excluded) == 10 - len(some.cohort)
     assert set(some.excluded.values()) == {"missed the deadline"}
@@ -100,7 +100,7 @@ def test_a_deadline_cuts_off_the_slow_and_bounds_the_round():
 
 def test_a_late_gradient_is_recorded_too():
     plan, fleet = plan_round(0, 1, 30, probes=30), make_fleet(PROFILES["edge"], 30, seed=0)
-    got = answers(fleet, plan, np.full(30, 200), 1000, deadline=0.4)
+    got = replies(fleet, plan, np.full(30, 200), 1000, deadline=0.4)
     missing = set(range(30)) - set(plan.probes[got.probes].tolist())
     assert missing
     assert missing <= set(got.excluded)
@@ -109,7 +109,7 @@ def test_a_late_gradient_is_recorded_too():
 def test_over_selection_keeps_the_first_to_answer_and_is_faster():
     fleet, samples = make_fleet(PROFILES["edge"], 30, seed=0), np.full(30, 200)
     over = plan_round(0, 1, 30, devices_per_round=5, over_select=1.0)
-    got = answers(fleet, over, samples, 1000)
+    got = replies(fleet, over, samples, 1000)
     when = fleet.seconds(over.devices, over.epochs * 200, 2000)
     assert len(got.cohort) == 5
     assert when[got.cohort].max() <= np.delete(when, got.cohort).min()

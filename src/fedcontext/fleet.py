@@ -1,4 +1,4 @@
-"""How fast devices and links are: who answers in time, and what a round costs in seconds and bytes."""
+"""Device speeds and network links: which devices reply in time, and what a round costs in seconds and bytes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fedcontext.plan import IntArray, RoundPlan, Stream, generator
 
 @dataclass(frozen=True)
 class Spread:
-    """A log-normal distribution: half of the devices are below the median, sigma says how far they spread."""
+    """A log-normal distribution, median · exp(sigma · N(0, 1))."""
 
     median: float
     sigma: float = 0.0
 
     def draw(self, random: np.random.Generator, count: int) -> FloatArray:
-        """Return ``count`` draws.
+        """Return ``count`` samples.
 
         >>> Spread(median=5.0).draw(np.random.default_rng(0), 2)
         array([5., 5.])
@@ -29,14 +29,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class Profile:
-    """The distributions that a fleet is drawn from."""
+    """The distributions from which a fleet is drawn."""
 
-    speed: Spread  # training samples a second
+    speed: Spread  # training samples per second
     latency: Spread  # seconds, one way
-    bandwidth: Spread  # bytes a second, either way
+    bandwidth: Spread  # bytes per second, each way
 
 
-# Assumed magnitudes, not measurements: phones behind mobile links differ by an order of magnitude and more.
+# Assumed, not measured: phones on mobile networks differ by an order of magnitude and more.
 PROFILES = {
     "even": Profile(Spread(1_000), Spread(0.05), Spread(1e6)),
     "edge": Profile(Spread(1_000, 0.8), Spread(0.05, 0.5), Spread(1e6, 1.0)),
@@ -45,14 +45,14 @@ PROFILES = {
 
 @dataclass(frozen=True)
 class Fleet:
-    """The speed and the link of each of N devices."""
+    """The speed and the network link of each of N devices."""
 
-    speeds: FloatArray  # (N,) training samples a second
+    speeds: FloatArray  # (N,) training samples per second
     latencies: FloatArray  # (N,) seconds, one way
-    bandwidths: FloatArray  # (N,) bytes a second
+    bandwidths: FloatArray  # (N,) bytes per second
 
     def seconds(self, devices: IntArray, samples: IntArray | FloatArray, sent: float) -> FloatArray:
-        """Return when each device's answer arrives: two trips, ``sent`` bytes on the link, ``samples`` of work.
+        """Return (K,) seconds until each device's reply arrives: 2 · latency + sent / bandwidth + samples / speed.
 
         >>> fleet = make_fleet(PROFILES["even"], population=3, seed=0)
         >>> fleet.seconds(np.array([0]), samples=np.array([500]), sent=2e6)
@@ -62,7 +62,7 @@ class Fleet:
 
 
 def make_fleet(profile: Profile, population: int, seed: int) -> Fleet:
-    """Return the fleet of ``population`` devices that ``seed`` gives.
+    """Return a fleet of ``population`` devices drawn from ``profile`` with ``seed``.
 
     >>> fleet = make_fleet(PROFILES["edge"], population=100, seed=0)
     >>> bool(fleet.speeds.max() > 4 * fleet.speeds.min())
@@ -73,7 +73,7 @@ def make_fleet(profile: Profile, population: int, seed: int) -> Fleet:
 
 
 def profile_named(name: str) -> Profile:
-    """Return a profile of the table.
+    """Return the profile of `PROFILES` with this name.
 
     >>> profile_named("even").speed.sigma
     0.0
@@ -84,19 +84,19 @@ def profile_named(name: str) -> Profile:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """Who answered in time. Kept: positions in the plan's rows. Excluded: devices, with the reason."""
+class Replies:
+    """The replies that arrived in time, and the cost of the round."""
 
-    cohort: IntArray
-    pool: IntArray
-    probes: IntArray
-    excluded: dict[int, str]
-    seconds: float  # how long the round took
+    cohort: IntArray  # positions in plan.devices
+    pool: IntArray  # positions in plan.pool
+    probes: IntArray  # positions in plan.probes
+    excluded: dict[int, str]  # the reason for each device whose reply is not used
+    seconds: float  # duration of the round
     bytes_down: int
     bytes_up: int
 
 
-def answers(
+def replies(
     fleet: Fleet,
     plan: RoundPlan,
     samples: IntArray,
@@ -104,41 +104,41 @@ def answers(
     *,
     own_gradients: bool = False,
     deadline: float | None = None,
-) -> Answers:
-    """Return who of the plan answers before ``deadline``, and what the round cost.
+) -> Replies:
+    """Return the replies to a plan that arrive before ``deadline`` (in seconds), and the cost of the round.
 
-    Where more devices train than wanted, the first to answer are kept. A probe sends a gradient instead of an
-    update and makes one pass over its data; ``own_gradients`` adds both to the work of the cohort.
+    With over-selection the first ``plan.wanted`` replies are used. A probe makes one pass over its data and sends a
+    gradient instead of an update; ``own_gradients`` adds both to the work of the cohort.
 
     >>> from fedcontext.plan import plan_round
     >>> plan, fleet = plan_round(0, 1, 50, over_select=0.5), make_fleet(PROFILES["edge"], 50, seed=0)
-    >>> got = answers(fleet, plan, np.full(50, 100), model_bytes=1000)
-    >>> len(plan.devices), len(got.cohort), len(got.excluded)
+    >>> received = replies(fleet, plan, np.full(50, 100), model_bytes=1000)
+    >>> len(plan.devices), len(received.cohort), len(received.excluded)
     (15, 10, 5)
     """
     if deadline is not None and not deadline > 0:
         raise FedcontextError(f"deadline must be positive, got {deadline}")
     limit = np.inf if deadline is None else deadline
     passes = plan.epochs + own_gradients
-    when = fleet.seconds(plan.devices, passes * samples[plan.devices], (2 + own_gradients) * model_bytes)
-    when_pool = fleet.seconds(plan.pool, plan.pool_epochs * samples[plan.pool], 2 * model_bytes)
-    when_probes = fleet.seconds(plan.probes, samples[plan.probes], 2 * model_bytes)
+    arrivals = fleet.seconds(plan.devices, passes * samples[plan.devices], (2 + own_gradients) * model_bytes)
+    pool_arrivals = fleet.seconds(plan.pool, plan.pool_epochs * samples[plan.pool], 2 * model_bytes)
+    probe_arrivals = fleet.seconds(plan.probes, samples[plan.probes], 2 * model_bytes)
 
-    first = np.sort(np.argsort(when, kind="stable")[: plan.wanted])
-    cohort = first[when[first] <= limit]
-    pool, probes = np.flatnonzero(when_pool <= limit), np.flatnonzero(when_probes <= limit)
-    excluded = {int(k): "slower than the devices wanted" for k in np.delete(plan.devices, first)}
-    late = [*np.setdiff1d(plan.devices[first], plan.devices[cohort]), *plan.pool[when_pool > limit]]
-    excluded |= {int(k): "its gradient missed the deadline" for k in plan.probes[when_probes > limit]}
+    first = np.sort(np.argsort(arrivals, kind="stable")[: plan.wanted])
+    cohort = first[arrivals[first] <= limit]
+    pool, probes = np.flatnonzero(pool_arrivals <= limit), np.flatnonzero(probe_arrivals <= limit)
+    excluded = {int(k): "over-selection quota met" for k in np.delete(plan.devices, first)}
+    late = [*np.setdiff1d(plan.devices[first], plan.devices[cohort]), *plan.pool[pool_arrivals > limit]]
+    excluded |= {int(k): "gradient missed the deadline" for k in plan.probes[probe_arrivals > limit]}
     excluded |= {int(k): "missed the deadline" for k in late}
-    waited = [when[first], when_pool, when_probes]
+    last = max(arrivals[first].max(), pool_arrivals.max(initial=0), probe_arrivals.max(initial=0))
     contacted = np.unique(np.concatenate([plan.devices, plan.pool, plan.probes])).size
-    return Answers(
+    return Replies(
         cohort=cohort,
         pool=pool,
         probes=probes,
         excluded=excluded,
-        seconds=float(min(limit, np.concatenate(waited).max())),
+        seconds=float(min(limit, last)),
         bytes_down=int(contacted * model_bytes),
         bytes_up=int((len(cohort) * (1 + own_gradients) + len(pool) + len(probes)) * model_bytes),
     )

@@ -18,7 +18,7 @@ from fedcontext.datasets.federated import full_participation
 from fedcontext.engines.base import Engine, Work, engine_named
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
-from fedcontext.fleet import Answers, Fleet, answers, make_fleet, profile_named
+from fedcontext.fleet import Fleet, Replies, make_fleet, profile_named, replies
 from fedcontext.geometry import shares
 from fedcontext.plan import IntArray, RoundPlan, plan_round
 from fedcontext.records import RoundRecord
@@ -57,7 +57,7 @@ class Simulation:
         plan = self.plan(state.number + 1)
         own = "own gradients" in self.algorithm.rule.needs or self._cohort_probes
         sizes = self.data.train.sizes
-        got = answers(
+        got = replies(
             self.fleet,
             plan,
             sizes,
@@ -103,7 +103,7 @@ class Simulation:
         )
         return plan if "gradient" in needs else replace(plan, probes=plan.probes[:0])
 
-    def _aggregate(self, state: State, plan: RoundPlan, got: Answers, own: bool) -> Aggregation:
+    def _aggregate(self, state: State, plan: RoundPlan, got: Replies, own: bool) -> Aggregation:
         devices, pool = plan.devices[got.cohort], plan.pool[got.pool]
         everyone, epochs = (
             np.concatenate([devices, pool]),
@@ -139,7 +139,7 @@ class Simulation:
     def _record(
         self,
         plan: RoundPlan,
-        got: Answers,
+        got: Replies,
         result: Aggregation | None,
         before: float | None,
         loss: float | None,
