@@ -7,6 +7,7 @@ import hashlib
 import http.server
 import io
 import json
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -469,6 +470,7 @@ def test_mnist_is_the_same_from_the_cache(tmp_path, monkeypatch):
     built, cached = load("mnist", seed=1), load("mnist", seed=1)
     assert len(entries()) == 1
     assert_same(built, cached)
+    shutil.rmtree(cache.prepared_folder())  # 220 MB
 
 
 def test_writing_to_cached_arrays_changes_no_file(writers):
@@ -496,12 +498,17 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("array", ["train_features", "test_labels", "train_offsets"])
+@pytest.mark.parametrize(
+    ("damage", "array"),
+    [
+        (damage, array)
+        for damage in DAMAGE
+        for array in ("train_features", "test_labels", "train_offsets")
+        if (damage, array) != ("other values", "train_features")  # any number may be a feature
+    ],
+)
 def test_a_damaged_entry_is_rebuilt_with_a_warning(writers, damage, array):
     expected, (entry,) = load(), entries()
-    if (damage, array) == ("other values", "train_features"):
-        pytest.skip("any number may be a feature")
     DAMAGE[damage](cache.prepared_folder() / entry / f"{array}.npy")
     with pytest.warns(UserWarning, match="damaged cache entry is rebuilt"):
         assert_same(load(), expected)

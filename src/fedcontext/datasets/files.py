@@ -94,7 +94,7 @@ def source(name: str) -> Source:
     'mnist.npz'
     """
     if name not in SOURCES:
-        raise FedcontextError(f"data set {name[:80]!r} has no file, only {', '.join(SOURCES)} have")
+        raise FedcontextError(f"data files exist only for {', '.join(SOURCES)}, got {name[:80]!r}")
     return SOURCES[name]
 
 

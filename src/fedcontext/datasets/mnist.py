@@ -47,7 +47,7 @@ def two_digits_per_device(labels: IntArray, random: np.random.Generator) -> list
     counts = np.bincount(labels, minlength=10)
     if len(counts) > 10 or counts.min() < MINIMUM * holders:
         raise FedcontextError(
-            f"labels must be digits, at least {MINIMUM * holders} of each, got {counts[:11].tolist()}"
+            f"MNIST labels must be digits, at least {MINIMUM * holders} of each, got {counts[:11].tolist()}"
         )
     left = {digit: random.permutation(np.flatnonzero(labels == digit)) for digit in range(10)}
     shares = random.lognormal(0, 2, (10, holders))
