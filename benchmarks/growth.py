@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import fedcontext as fc
-from fedcontext.datasets.federated import DrawnSplit, FederatedData, Samples, join
+from fedcontext.datasets.federated import FederatedData, LazySplit, Samples, join
 
 CLASSES = 10
 SERIES = ("devices that train, K", "devices, N", "parameters", "epochs")
@@ -31,7 +31,7 @@ def drawn(devices: int, samples: int, dimension: int) -> FederatedData:
 def drawn_on_demand(devices: int, samples: int, dimension: int) -> FederatedData:
     """Return the same, with samples made when a device trains."""
     evaluation = drawn(100, samples, dimension)
-    train = DrawnSplit(np.full(devices, samples), lambda k: part(k, samples, dimension), evaluation.evaluation_split)
+    train = LazySplit(np.full(devices, samples), lambda k: part(k, samples, dimension), evaluation.evaluation_split)
     return FederatedData("drawn on demand", train, evaluation.test, CLASSES)
 
 

@@ -12,7 +12,7 @@ from fedcontext.aggregation import Aggregation, aggregate
 from fedcontext.algorithms import Algorithm, Hyperparameters, algorithm_named
 from fedcontext.arrays.tree import FloatArray, Structure, all_finite, kind_of, leaves, rebuild
 from fedcontext.datasets import FederatedData, load_dataset
-from fedcontext.datasets.federated import is_everyone
+from fedcontext.datasets.federated import full_participation
 from fedcontext.engines.base import Engine, EngineOptions, Work, engine_named
 from fedcontext.errors import FedcontextError, require
 from fedcontext.experiment import Experiment
@@ -217,7 +217,7 @@ def prepare(
     algorithm = _algorithm(experiment, algorithm, beta)
     fleet = make_fleet(profile_named(experiment.fleet), data.population, experiment.seed)
     simulation = Simulation(experiment, data, engine, algorithm, fleet, beta)
-    is_everyone(data.train, simulation.plan(1).probes)  # refuses a plan that on-demand data cannot serve
+    full_participation(data.train, simulation.plan(1).probes)  # refuses a plan that on-demand data cannot serve
     return simulation
 
 

@@ -11,7 +11,7 @@ from fedcontext import algorithms as table_of
 from fedcontext.cli.options import AsJson, Command, Quiet
 from fedcontext.cli.tables import listing
 from fedcontext.console import err, out
-from fedcontext.datasets import NAMES, files
+from fedcontext.datasets import NAMES, cache, files
 
 data_app = typer.Typer(
     help="The data sets: list them, fetch their files, or see where those are.", no_args_is_help=True
@@ -56,6 +56,8 @@ def data_where(name: Annotated[str | None, typer.Argument(help="mnist or femnist
     for each in [name] if name else list(files.SOURCES):
         found = files.find(each) if name else files.where(each)
         out.print(f"{each}: {found or 'not here'}", soft_wrap=True, highlight=False)
+    if not name:
+        out.print(f"prepared arrays: {cache.prepared_folder()}", soft_wrap=True, highlight=False)
 
 
 def _at_hand(name: str) -> str:
