@@ -17,7 +17,7 @@ from fedcontext.datasets import FederatedData, load_dataset
 from fedcontext.datasets.federated import is_everyone
 from fedcontext.engines.base import Engine, Work, engine_named
 from fedcontext.errors import FedcontextError
-from fedcontext.experiment import Experiment
+from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.fleet import Answers, Fleet, answers, make_fleet, profile_named
 from fedcontext.geometry import shares
 from fedcontext.plan import IntArray, RoundPlan, plan_round
@@ -82,14 +82,14 @@ class Simulation:
 
     @property
     def _cohort_probes(self) -> bool:
-        return "gradient" in self.algorithm.rule.needs and self.experiment.k2 == 0
+        return "gradient" in self.algorithm.rule.needs and self.experiment.probes == "cohort"
 
     def plan(self, number: int) -> RoundPlan:
         """Return what round ``number`` asks of the devices."""
         experiment, needs = self.experiment, self.algorithm.rule.needs
         everyone = self.data.population
         outside = everyone - min(experiment.devices_per_round, everyone)
-        if "pool" in needs and experiment.pool == "N":
+        if "pool" in needs and experiment.pool == "all":
             is_everyone(self.data.train, np.arange(everyone))  # refuses what is made on demand
         plan = plan_round(
             experiment.seed,
@@ -97,8 +97,12 @@ class Simulation:
             everyone,
             devices_per_round=experiment.devices_per_round,
             epochs=experiment.epochs,
-            probes=everyone if experiment.k2 == "N" else experiment.k2,
-            pool=(outside if experiment.pool == "N" else experiment.pool) if "pool" in needs else 0,
+            probes=everyone
+            if experiment.probes == "all"
+            else 0
+            if experiment.probes == "cohort"
+            else experiment.probes,
+            pool=(outside if experiment.pool == "all" else experiment.pool) if "pool" in needs else 0,
             over_select=experiment.over_select,
         )
         return plan if "gradient" in needs else replace(plan, probes=plan.probes[:0])
@@ -212,7 +216,7 @@ def rounds(
         raise FedcontextError("give an Experiment or settings, not both")
     if data is not None:
         settings.setdefault("dataset", data.name)  # what the records will say it is
-    simulation = prepare(experiment or Experiment(**settings), data)
+    simulation = prepare(experiment or experiment_from(settings), data)
     return (record for _, record in simulation.play())
 
 

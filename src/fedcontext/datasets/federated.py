@@ -103,7 +103,7 @@ def is_everyone(train: Split | DrawnSplit, devices: IntArray) -> bool:
     if isinstance(train, DrawnSplit):
         raise FedcontextError(
             f"data made on demand cannot be asked for all its {count} devices at once: "
-            "give k2 and pool as numbers, and smoothness as a number or 1/lr"
+            "set probes to cohort or a number, pool to a number, and smoothness to a number or 1/lr"
         )
     return True
 
