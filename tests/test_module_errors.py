@@ -230,7 +230,10 @@ def test_speed_that_cannot_be_had_falls_back_with_a_warning(speed):
         ({"engine": "reference", "device": "cuda"}, "device cuda needs engine 'torch', got 'reference'"),
         ({"engine": "torch", "model": "gpt"}, "model must be one of softmax, logistic, cnn, resnet18, got 'gpt'"),
         ({"engine": "torch", "model": "cnn"}, "features must form a square image of 1 or 3 channels"),
-        ({"engine": "torch", "dataset": "synthetic-1-1-40", "k2": 0}, "engine 'torch' keeps all samples in one place"),
+        (
+            {"engine": "torch", "dataset": "synthetic-1-1-40", "probes": "cohort"},
+            "engine 'torch' keeps all samples in one place",
+        ),
         ({"engine": "torch", "device": "tpu"}, "device must be auto, cpu or cuda, got 'tpu'"),
     ],
 )

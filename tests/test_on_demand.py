@@ -24,14 +24,14 @@ def test_every_device_has_the_samples_it_has_without():
 
 @pytest.mark.parametrize("engine", LOCAL_ENGINES)
 def test_a_run_has_the_records_it_has_without(engine):
-    settings = {"algorithm": "fedprox-contextual", "rounds": 3, "k2": 5, "engine": engine, "devices_per_round": 4}
+    settings = {"algorithm": "fedprox-contextual", "rounds": 3, "probes": 5, "engine": engine, "devices_per_round": 4}
     whole, drawn = (synthetic(1, 1, devices=20, on_demand=on_demand) for on_demand in (False, True))
     assert list(fc.rounds(data=whole, **settings)) == list(fc.rounds(data=drawn, **settings))
 
 
 def test_ten_rounds_over_a_million_devices_fit_in_little_memory():
     tracemalloc.start()
-    records = list(fc.rounds(dataset="synthetic-1-1-1000000", rounds=10, k2=10, epochs=(1, 1)))
+    records = list(fc.rounds(dataset="synthetic-1-1-1000000", rounds=10, probes=10, epochs=(1, 1)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(records) == 10
@@ -50,7 +50,7 @@ def test_models_are_judged_by_devices_that_stay_the_same():
 def test_asking_all_devices_at_once_is_refused(engine):
     assert engine in ENGINES
     drawn = engine_named(engine, synthetic(1, 1, devices=200, on_demand=True))
-    with pytest.raises(fc.FedcontextError, match="all its 200 devices at once: give k2 and pool as numbers"):
+    with pytest.raises(fc.FedcontextError, match="all its 200 devices at once: set probes to cohort or a number"):
         drawn.gradient(drawn.initial_params(), np.arange(200), np.full(200, 1 / 200))
 
 
@@ -60,7 +60,7 @@ def test_no_devices_are_refused():
 
 
 def test_a_pool_of_everyone_is_refused():
-    settings = {"dataset": "synthetic-1-1-200", "algorithm": "fedavg-expected", "rounds": 1, "k2": 0}
-    with pytest.raises(fc.FedcontextError, match="give k2 and pool as numbers"):
+    settings = {"dataset": "synthetic-1-1-200", "algorithm": "fedavg-expected", "rounds": 1, "probes": "cohort"}
+    with pytest.raises(fc.FedcontextError, match="set probes to cohort or a number"):
         list(fc.rounds(**settings))
     assert len(list(fc.rounds(**settings, pool=3))) == 1

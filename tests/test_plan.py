@@ -130,7 +130,7 @@ def test_bytes_count_what_each_rule_needs(small_data):
 
     assert up("fedavg") == 4
     assert up("folb") == 8
-    assert up("fedavg-contextual", k2=0) == 8
-    assert up("fedavg-contextual", k2=5) == 9
-    assert up("fedavg-contextual", k2="N") == 16
-    assert up("fedavg-expected", k2=0, pool=2) == 10
+    assert up("fedavg-contextual", probes="cohort") == 8
+    assert up("fedavg-contextual", probes=5) == 9
+    assert up("fedavg-contextual", probes="all") == 16
+    assert up("fedavg-expected", probes="cohort", pool=2) == 10

@@ -39,7 +39,7 @@ def test_the_same_seed_gives_every_algorithm_the_same_devices(small_data, algori
     seen = []
     train = fc.rounds.__globals__["Work"]
     monkeypatch.setitem(fc.rounds.__globals__, "Work", lambda *args: seen.append(args) or train(*args))
-    other = [record for _, record in play(small_data, algorithm, k2=3)]
+    other = [record for _, record in play(small_data, algorithm, probes=3)]
     plain = [record for _, record in play(small_data, "fedavg")]
     half = len(seen) // 2
     for mine, reference in zip(seen[:half], seen[half:], strict=True):
@@ -73,7 +73,7 @@ def test_records_survive_the_file(small_data, algorithm):
 
 def test_one_full_batch_step_with_its_own_gradients_is_fedavg_exactly(small_data):
     """β = 1/lr and K2 = 0: the projected gradient step is the average of the devices' gradient steps."""
-    settings = {"epochs": (1, 1), "batch_size": 10_000, "k2": 0, "smoothness": "1/lr", "rounds": 5}
+    settings = {"epochs": (1, 1), "batch_size": 10_000, "probes": "cohort", "smoothness": "1/lr", "rounds": 5}
     for averaging in ("mean", "samples"):
         both = {"averaging": averaging, "probe_averaging": averaging}
         contextual = play(small_data, "fedavg-contextual", **settings, **both)[-1][0].params
@@ -140,12 +140,38 @@ def test_settings_have_one_form_however_they_are_given():
     assert fc.Experiment(epochs="1..20") == fc.Experiment(epochs=[1, 20]) == fc.Experiment()
     assert fc.Experiment(mu=1).name == fc.Experiment(mu=1.0).name
     assert fc.Experiment(smoothness="3").name == fc.Experiment(smoothness=3.0).name
-    assert fc.Experiment(k2="5").k2 == 5
+    assert fc.Experiment(probes="5").probes == 5
 
 
 def test_records_of_own_data_say_so(small_data):
     experiment = fc.Experiment(dataset=small_data.name, **SMALL)
     assert next(fc.rounds(data=small_data, **SMALL)) == next(fc.rounds(experiment, data=small_data))
+
+
+def test_runs_on_own_data_are_recorded_under_its_name(small_data, tmp_path):
+    experiment = fc.Experiment(dataset=small_data.name, **SMALL)
+    records_ = run(experiment, tmp_path, data=small_data, engine=SoftmaxReference(small_data))
+    assert fc.read_run(tmp_path / f"{experiment.name}.jsonl")[1] == records_
+    with pytest.raises(FedcontextError, match=f"dataset must be '{small_data.name}'"):
+        run(fc.Experiment(**SMALL), tmp_path, data=small_data)
+
+
+@pytest.mark.parametrize(
+    ("unknown", "meant"),
+    [("lr", "learning_rate"), ("k2", "probes"), ("smothness", "smoothness"), ("beta", "smoothness")],
+)
+def test_an_unknown_setting_is_named_with_the_nearest_one_and_all_others(unknown, meant):
+    with pytest.raises(FedcontextError, match=f"unknown setting '{unknown}', did you mean {meant}\\?") as raised:
+        fc.rounds(**{unknown: 1})
+    assert all(field.name in str(raised.value) for field in dataclasses.fields(fc.Experiment))
+
+
+def test_the_papers_preset_can_be_changed():
+    experiment = fc.presets.paper("synthetic-1-1", rounds=5)
+    assert (experiment.smoothness, experiment.probes, experiment.averaging) == ("1/lr", "all", "mean")
+    assert (experiment.devices_per_round, experiment.epochs, experiment.rounds) == (10, (1, 20), 5)
+    with pytest.raises(FedcontextError, match="did you mean rounds"):
+        fc.presets.paper(round=5)
 
 
 def test_rises_are_counted_between_evaluated_rounds():
@@ -176,7 +202,7 @@ def test_summary_counts_what_it_says():
 
 
 def test_toml_repeats_an_experiment(tmp_path):
-    experiment = fc.Experiment(dataset='leaf:a "b" \\c', k2=5, epochs=(2, 3), smoothness=2.5, deadline=1.5)
+    experiment = fc.Experiment(dataset='leaf:a "b" \\c', probes=5, epochs=(2, 3), smoothness=2.5, deadline=1.5)
     (tmp_path / "run.toml").write_text(to_toml(dataclasses.asdict(experiment)))
     assert fc.Experiment(**settings_from_toml(tmp_path / "run.toml")) == experiment
     assert fc.Experiment().name != experiment.name != fc.Experiment(seed=1).name
@@ -198,8 +224,9 @@ def test_toml_repeats_an_experiment(tmp_path):
         {"fleet": ["edge"]},
         {"seed": -1},
         {"seed": 1.5},
-        {"k2": -2},
-        {"k2": "all"},
+        {"probes": 0},
+        {"probes": "N"},
+        {"pool": "cohort"},
         {"averaging": "median"},
         {"probe_averaging": "median"},
         {"learning_rate": -0.1},
@@ -209,7 +236,7 @@ def test_toml_repeats_an_experiment(tmp_path):
         {"devices_per_round": 0},
     ],
 )
-def test_impossible_experiments_are_refused_at_the_door(settings):
+def test_impossible_experiments_are_refused(settings):
     with pytest.raises(FedcontextError, match=next(iter(settings))):
         fc.Experiment(**settings)
 
@@ -218,12 +245,12 @@ def test_impossible_experiments_are_refused_at_the_door(settings):
     ("settings", "message"),
     [
         ({"smoothness": "steep"}, "smoothness must be"),
-        ({"smoothness": -1.0}, "smoothness must be positive"),
-        ({"fleet": "fast"}, "fleet must be one of"),
+        ({"smoothness": -1.0}, "smoothness must be a positive number, 1/lr or measured"),
+        ({"fleet": "fast"}, "fleet must be even or edge"),
         ({"engine": "warp"}, "engine must be one of"),
-        ({"mu": -1.0, "algorithm": "fedprox"}, "mu must be 0 or more"),
+        ({"mu": -1.0, "algorithm": "fedprox"}, "mu must be a number of at least 0"),
         ({"devices_per_round": 13}, "devices per round must be between 1 and 12"),
-        ({"k2": 13}, "k2 must be between 0 and 12"),
+        ({"probes": 13}, "k2 must be between 0 and 12"),
     ],
 )
 def test_impossible_settings_are_refused_before_the_first_round(small_data, settings, message):
