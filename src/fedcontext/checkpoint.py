@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,38 +48,16 @@ def save(path: Path, params: Structure, rule: Any, facts: Mapping[str, Any], aft
     path.parent.mkdir(parents=True, exist_ok=True)
     if after is not None:
         _to_disk(after)
-    with _replacing(path) as fresh:
+    fresh = path.with_name(f".{path.name}.part")  # one that a killed writer left is overwritten
+    try:
         require("safetensors.numpy", extra="resume").save_file(
             tensors, fresh, metadata={"fedcontext": json.dumps(content)}
         )
-
-
-def check_format(path: Path) -> None:
-    """Raise an error unless `save_params` can write a file of this name."""
-    if path.suffix not in (".npz", ".safetensors"):
-        raise FedcontextError(f"the file of a model must end in .npz or .safetensors, got {path}")
-    if path.suffix == ".safetensors":
-        require("safetensors", extra="resume")
-
-
-def save_params(path: Path, params: Structure) -> None:
-    """Write params to a .npz or .safetensors file by leaf name; a single array is called "params".
-
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "model.npz"
-    >>> save_params(path, {"layer": {"weight": np.ones(2)}})
-    >>> dict(np.load(path))
-    {'layer/weight': array([1., 1.])}
-    """
-    check_format(path)
-    arrays = {name or "params": _to_numpy(name, leaf) for name, leaf in leaves(params).items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _replacing(path) as fresh:
-        if path.suffix == ".npz":
-            with fresh.open("wb") as file:
-                np.savez(file, **arrays)
-        else:
-            require("safetensors.numpy", extra="resume").save_file(arrays, fresh)
+        _to_disk(fresh)
+        os.replace(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)
+    _to_disk(path.parent)
 
 
 def load(path: Path, like: Structure) -> Checkpoint:
@@ -157,19 +134,6 @@ def _like(path: Path, name: str, leaf: Array, tensors: Mapping[str, Any]) -> Arr
 
         return jax.device_put(saved, leaf.sharding)
     return saved
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a file to write; it takes the place of ``path`` once it is complete and on the disk."""
-    fresh = path.with_name(f".{path.name}.part")  # one that a killed writer left is overwritten
-    try:
-        yield fresh
-        _to_disk(fresh)
-        os.replace(fresh, path)
-    finally:
-        fresh.unlink(missing_ok=True)
-    _to_disk(path.parent)
 
 
 def _to_disk(path: Path) -> None:

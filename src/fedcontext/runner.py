@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import queue
@@ -19,10 +20,12 @@ from fedcontext.datasets.federated import FederatedData
 from fedcontext.engines.base import Engine
 from fedcontext.errors import FedcontextError, require
 from fedcontext.experiment import Experiment
+from fedcontext.model_file import check_format, save_params
 from fedcontext.records import RoundRecord, keep, write
 from fedcontext.simulation import Simulation, State, prepare
 from fedcontext.toml import to_toml
 
+LOG = logging.getLogger("fedcontext")
 OnRound: TypeAlias = Callable[[Experiment, RoundRecord], None]
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -65,7 +68,7 @@ def run(
     if resume:
         require("safetensors", extra="resume")
     if save is not None:
-        checkpoint.check_format(save)
+        check_format(save)
     simulation = prepare(experiment, data, engine)
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{experiment.name}.toml").write_text(to_toml(asdict(experiment)), encoding="utf-8")
@@ -88,7 +91,7 @@ def run(
             records.append(record)
             on_round(experiment, record)
     if save is not None and state is not None:
-        checkpoint.save_params(save, state.params)
+        save_params(save, state.params)
     return records
 
 
@@ -128,7 +131,8 @@ def run_all(
         return [run(experiment, out, on_round) for experiment in experiments]
     context = multiprocessing.get_context("spawn")
     messages, cancel = context.Queue(), context.Event()
-    with _one_thread_each(), ProcessPoolExecutor(jobs, context, _init_worker, (messages, cancel)) as pool:
+    shared = messages, cancel, LOG.level
+    with _one_thread_each(), ProcessPoolExecutor(jobs, context, _init_worker, shared) as pool:
         try:
             with _interrupts(blocked=True):  # while it imports modules, a worker would answer with a traceback
                 futures = {pool.submit(_run_in_worker, experiment, out): experiment for experiment in experiments}
@@ -171,9 +175,10 @@ _messages: Any = None  # in a worker: the queue of completed rounds
 _cancel: Any = None  # in a worker: the event that ends its runs
 
 
-def _init_worker(messages: Any, cancel: Any) -> None:
+def _init_worker(messages: Any, cancel: Any, log_level: int) -> None:
     global _messages, _cancel
     _messages, _cancel = messages, cancel
+    LOG.setLevel(log_level)
 
 
 class Cancelled(Exception):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fedcontext.cli import app
+from fedcontext.cli.app import app
 from fedcontext.paper.experiments import DATASETS
 from fedcontext.report import write
 

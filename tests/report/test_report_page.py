@@ -14,7 +14,8 @@ from hypothesis.extra import numpy as arrays
 from plotly.offline import get_plotlyjs
 from typer.testing import CliRunner
 
-from fedcontext.cli import app
+from fedcontext.cli.app import app
+from fedcontext.cli.run import COMPARE
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment, settings_from_toml
 from fedcontext.records import read_run
@@ -130,7 +131,7 @@ def test_the_settings_on_the_page_repeat_the_runs(runs: Path, tmp_path: Path) ->
     assert len(repeats) == 1
     file = tmp_path / "repeat.toml"
     file.write_text(repeats[0], encoding="utf-8")
-    settings = settings_from_toml(file)
+    settings = settings_from_toml(file, COMPARE)
     names, seeds = settings.pop("algorithms"), settings.pop("seeds")
     assert (sorted(names), seeds) == (sorted(ALGORITHMS), list(SEEDS))
     again = {Experiment(**settings, algorithm=name, seed=seed) for name in names for seed in seeds}

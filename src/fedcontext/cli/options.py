@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, fields
@@ -18,6 +19,13 @@ from fedcontext.errors import FedcontextError
 from fedcontext.experiment import SETTINGS, Experiment, settings_from_toml
 from fedcontext.presets import PRESETS, preset_named
 
+
+def _silence_log(quiet: bool) -> bool:
+    if quiet:
+        logging.getLogger("fedcontext").setLevel(logging.ERROR)
+    return quiet
+
+
 File = Annotated[Path | None, typer.Argument(help="TOML file with settings; options override it.")]
 Preset = Annotated[
     str | None, typer.Option(help=f"Settings to start from, which FILE and options override: {', '.join(PRESETS)}.")
@@ -26,7 +34,9 @@ K2 = Annotated[
     str | None, typer.Option(metavar="0|N|INTEGER", help="The paper's name for --probes: 0 is cohort, N is all.")
 ]
 Out = Annotated[Path, typer.Option("--out", help="Directory for records and the TOML files that repeat the runs.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print errors only, and the result if --json is given.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", callback=_silence_log, help="Print errors only, and the result if --json is given.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 ReportPage = Annotated[Path | None, typer.Option("--report", help="HTML page that is updated while rounds finish.")]
 Track = Annotated[str, typer.Option(help="Also log to tensorboard, mlflow or wandb.")]
