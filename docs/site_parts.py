@@ -66,7 +66,7 @@ def field_descriptions(kind: type) -> dict[str, str]:
     """Return the description of a dataclass's fields: the help of a setting, or the comment beside the field."""
     settings = {each.name: each.metadata for each in dataclasses.fields(kind) if "help" in each.metadata}
     described = {
-        name: f"{about['help']}: {about['check'].accepts}. Default: {about['default']}."
+        name: f"{about['help']}. Accepts {about['check'].accepts}; default: {about['default']}."
         for name, about in settings.items()
     }
     return described or dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.+)$", inspect.getsource(kind), re.MULTILINE))

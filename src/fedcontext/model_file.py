@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,7 @@ def save_params(path: Path, params: Structure) -> None:
     temporary = path.with_name(f".{path.name}.part")
     try:
         if path.suffix == ".npz":
-            with temporary.open("wb") as file:
-                np.savez(file, **arrays)
+            _write_npz(temporary, arrays)
         else:
             require("safetensors.numpy", extra="resume").save_file(arrays, temporary)
         os.replace(temporary, path)
@@ -49,6 +50,14 @@ def check_format(path: Path) -> None:
         raise FedcontextError(f"a model file must end in .npz or .safetensors, got {path}")
     if path.suffix == ".safetensors":
         require("safetensors", extra="resume")
+
+
+def _write_npz(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Write what `numpy.savez` would, for any names: it reserves some for its own arguments."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, array, allow_pickle=False)
 
 
 def _to_numpy(leaf: Any) -> npt.NDArray[Any]:
