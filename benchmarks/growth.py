@@ -37,7 +37,14 @@ def drawn_on_demand(devices: int, samples: int, dimension: int) -> FederatedData
 
 def milliseconds(data: FederatedData, rounds: int, **settings: object) -> float:
     """Return the median time of a round of contextual aggregation, with the cohort's own gradients."""
-    told = {"rounds": rounds + 2, "eval_every": rounds + 3, "k2": 0, "engine": "numba", "epochs": (1, 1), **settings}
+    told = {
+        "rounds": rounds + 2,
+        "eval_every": rounds + 3,
+        "probes": "cohort",
+        "engine": "numba",
+        "epochs": (1, 1),
+        **settings,
+    }
     simulation = fc.prepare(fc.Experiment(algorithm="fedavg-contextual", learning_rate=0.01, **told), data)
     state, times = simulation.start(), []
     for _ in range(rounds + 1):

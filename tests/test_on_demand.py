@@ -24,14 +24,14 @@ def test_every_device_has_the_same_samples_as_stored_data():
 
 @pytest.mark.parametrize("engine", LOCAL_ENGINES)
 def test_a_run_has_the_same_records_as_on_stored_data(engine):
-    settings = {"algorithm": "fedprox-contextual", "rounds": 3, "k2": 5, "engine": engine, "devices_per_round": 4}
+    settings = {"algorithm": "fedprox-contextual", "rounds": 3, "probes": 5, "engine": engine, "devices_per_round": 4}
     whole, lazy = (synthetic(1, 1, devices=20, on_demand=on_demand) for on_demand in (False, True))
-    assert list(fc.rounds(data=whole, **settings)) == list(fc.rounds(data=lazy, **settings))
+    assert fc.train(data=whole, **settings).records == fc.train(data=lazy, **settings).records
 
 
 def test_ten_rounds_over_a_million_devices_fit_in_little_memory():
     tracemalloc.start()
-    records = list(fc.rounds(dataset="synthetic-1-1-1000000", rounds=10, k2=10, epochs=(1, 1)))
+    records = [record for _, record in fc.simulate(dataset="synthetic-1-1-1000000", rounds=10, probes=10, epochs=(1, 1))]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(records) == 10
@@ -50,7 +50,7 @@ def test_models_are_evaluated_on_a_fixed_subset_of_devices():
 def test_full_participation_is_refused(engine):
     assert engine in ENGINES
     lazy = engine_named(engine, synthetic(1, 1, devices=200, on_demand=True))
-    with pytest.raises(fc.FedcontextError, match="cannot use all 200 devices: give k2 and pool as numbers"):
+    with pytest.raises(fc.FedcontextError, match="cannot use all 200 devices: set probes to cohort or a number"):
         lazy.gradient(lazy.initial_params(), np.arange(200), np.full(200, 1 / 200))
 
 
@@ -64,7 +64,7 @@ def test_too_few_or_too_many_devices_are_refused():
 
 
 def test_a_pool_of_all_devices_is_refused():
-    settings = {"dataset": "synthetic-1-1-200", "algorithm": "fedavg-expected", "rounds": 1, "k2": 0}
-    with pytest.raises(fc.FedcontextError, match="give k2 and pool as numbers"):
-        list(fc.rounds(**settings))
-    assert len(list(fc.rounds(**settings, pool=3))) == 1
+    settings = {"dataset": "synthetic-1-1-200", "algorithm": "fedavg-expected", "rounds": 1, "probes": "cohort"}
+    with pytest.raises(fc.FedcontextError, match="set probes to cohort or a number"):
+        list(fc.simulate(**settings))
+    assert len(list(fc.simulate(**settings, pool=3))) == 1

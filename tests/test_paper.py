@@ -17,7 +17,7 @@ from fedcontext.paper.reproduce import carry_out, draw, missing_runs, open_book
 
 def test_the_experiments_are_the_papers():
     variants = runs_of(study_named("variants").lines)
-    assert {run.k2 for run in variants} == {"N", 50, 20, 10, 0}
+    assert {run.probes for run in variants} == {"all", 50, 20, 10, "cohort"}
     assert {run.dataset for run in variants} == {"mnist"}
     rounds = runs_of(study_named("rounds").lines)
     assert {run.dataset for run in rounds} == {"mnist", "femnist", "synthetic-iid", "synthetic-1-1"}

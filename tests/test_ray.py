@@ -107,7 +107,7 @@ def pids_of(engine):
 
 
 def test_whole_runs_are_those_of_one_machine(cluster, data):
-    settings = {"algorithm": "fedprox-contextual", "rounds": 3, "k2": 4, "devices_per_round": 5}
+    settings = {"algorithm": "fedprox-contextual", "rounds": 3, "probes": 4, "devices_per_round": 5}
     ours, theirs = (list(fc.rounds(data=data, engine=engine, **settings)) for engine in ("ray", "numba"))
     assert ours == theirs
 

@@ -15,7 +15,7 @@ from fedcontext.datasets import FederatedData, load_dataset
 from fedcontext.datasets.federated import full_participation
 from fedcontext.engines.base import Engine, EngineOptions, Work, engine_named
 from fedcontext.errors import FedcontextError, require
-from fedcontext.experiment import Experiment
+from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.fleet import Fleet, Replies, make_fleet, profile_named, replies
 from fedcontext.geometry import Report, shares
 from fedcontext.local_sgd import sgd
@@ -217,7 +217,9 @@ def prepare(
     algorithm = _algorithm(experiment, algorithm, beta)
     fleet = make_fleet(profile_named(experiment.fleet), data.population, experiment.seed)
     simulation = Simulation(experiment, data, engine, algorithm, fleet, beta)
-    full_participation(data.train, simulation.plan(1).probes)  # refuses a plan that on-demand data cannot serve
+    plan = simulation.plan(1)
+    for devices in (plan.probes, np.union1d(plan.devices, plan.pool)):
+        full_participation(data.train, devices)  # refuses a plan that on-demand data cannot serve
     return simulation
 
 
@@ -272,7 +274,7 @@ def simulate(
     if data is not None:
         settings.setdefault("dataset", data.name)
     objects = {name: None if isinstance(value, str) else value for name, value in named.items()}
-    return prepare(experiment or Experiment(**settings), data=data, **objects).run()
+    return prepare(experiment or experiment_from(settings), data=data, **objects).run()
 
 
 def train(experiment: Experiment | None = None, **given: Any) -> Trained:

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import fedcontext as fc
-from fedcontext.cli import app
+from fedcontext.cli.app import app
 from fedcontext.results.export import SCHEMA, export
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fedcontext.cli import app
+from fedcontext.cli.app import app
 from fedcontext.paper.experiments import DATASETS
 from fedcontext.report import write
 
@@ -87,7 +87,7 @@ def test_the_papers_rounds_are_drawn_on_every_data_set(
 def test_the_papers_page_can_be_worked_with(open_page, paper_report: Path) -> None:
     page = open_page(paper_report)
     labels = page.locator("#legend button").all_inner_texts()
-    assert {"fedavg", "fedavg-contextual (k2=0)", "fedavg-contextual (k2=N)"} <= set(labels)
+    assert {"fedavg", "fedavg-contextual (probes=cohort)", "fedavg-contextual (probes=all)"} <= set(labels)
     page.get_by_label("bytes", exact=True).check(force=True)
     page.get_by_role("button", name="folb").click()
     settled(page)
@@ -96,8 +96,8 @@ def test_the_papers_page_can_be_worked_with(open_page, paper_report: Path) -> No
     page.get_by_role("button", name="final accuracy").click()
     accuracies = [float(text.split()[0]) for text in page.locator("#results tbody td:nth-child(3)").all_inner_texts()]
     assert accuracies == sorted(accuracies)
-    page.get_by_label("Baseline").select_option("fedavg-contextual (k2=N)")
-    assert page.locator("tr.baseline th").inner_text() == "fedavg-contextual (k2=N)"
+    page.get_by_label("Baseline").select_option("fedavg-contextual (probes=all)")
+    assert page.locator("tr.baseline th").inner_text() == "fedavg-contextual (probes=all)"
     assert set(page.locator("tr.baseline small").all_inner_texts()) == {"1.00×"}
 
 

@@ -14,7 +14,8 @@ from hypothesis.extra import numpy as arrays
 from plotly.offline import get_plotlyjs
 from typer.testing import CliRunner
 
-from fedcontext.cli import app
+from fedcontext.cli.app import app
+from fedcontext.cli.run import COMPARE
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment, settings_from_toml
 from fedcontext.records import read_run
@@ -78,13 +79,15 @@ def test_seconds_and_bytes_to_a_level_are_those_spent_until_then(write_run) -> N
 
 
 def test_runs_that_differ_in_a_setting_are_separate_lines_named_by_it(write_run) -> None:
-    k2s = (10, "N", 9)
-    paths = [write_run([{"loss": 1}], f"{k2}-{seed}", k2=k2, seed=seed) for k2 in k2s for seed in (0, 1)]
+    choices = (10, "all", 9)
+    paths = [
+        write_run([{"loss": 1}], f"{probes}-{seed}", probes=probes, seed=seed) for probes in choices for seed in (0, 1)
+    ]
     groups = content(*load(paths))["scenes"][0]["groups"]
     assert [(group["label"], group["seeds"]) for group in groups] == [
-        ("fedavg (k2=9)", ["0", "1"]),
-        ("fedavg (k2=10)", ["0", "1"]),
-        ("fedavg (k2=N)", ["0", "1"]),
+        ("fedavg (probes=9)", ["0", "1"]),
+        ("fedavg (probes=10)", ["0", "1"]),
+        ("fedavg (probes=all)", ["0", "1"]),
     ]
 
 
@@ -128,7 +131,7 @@ def test_the_settings_on_the_page_repeat_the_runs(runs: Path, tmp_path: Path) ->
     assert len(repeats) == 1
     file = tmp_path / "repeat.toml"
     file.write_text(repeats[0], encoding="utf-8")
-    settings = settings_from_toml(file)
+    settings = settings_from_toml(file, COMPARE)
     names, seeds = settings.pop("algorithms"), settings.pop("seeds")
     assert (sorted(names), seeds) == (sorted(ALGORITHMS), list(SEEDS))
     again = {Experiment(**settings, algorithm=name, seed=seed) for name in names for seed in seeds}
@@ -187,7 +190,7 @@ def test_a_seed_that_waits_for_its_turn_does_not_count_as_failed(write_run) -> N
 
 def test_runs_of_another_system_are_shown_and_not_said_to_repeat_here(write_run) -> None:
     rounds = [{"number": 1, "loss": 1.0, "accuracy": 0.5, "devices": [1407], "weights": [1.0], "seconds": 2.0}]
-    scene = content(*load([write_run(rounds, algorithm="FedAvg, contextual", k2=0)]))["scenes"][0]
+    scene = content(*load([write_run(rounds, algorithm="FedAvg, contextual", probes="cohort")]))["scenes"][0]
     assert not scene["comparable"]
     assert scene["groups"][0]["label"] == "FedAvg, contextual"
     assert scene["runs"][0]["stages"] == [{"round": 1, "devices": ["1407"], "weights": [1.0]}]

@@ -16,7 +16,7 @@ from fedcontext.callbacks import trackers
 from fedcontext.callbacks.progress import Standings, watching
 from fedcontext.callbacks.trackers import tracking, values_of
 from fedcontext.errors import FedcontextError, MissingExtra
-from fedcontext.runner import _heard
+from fedcontext.runner import completed_rounds
 from fedcontext.simulation import rounds
 
 from .conftest import experiments
@@ -207,21 +207,15 @@ def test_runs_cut_short_end_as_what_they_are(stub, played, tmp_path, error, end)
     assert tracker.ends == {whole.name: "FINISHED", cut.name: end}
 
 
-def test_words_that_come_after_the_results_are_heard(played) -> None:
+@pytest.mark.parametrize("received", [0, 2])
+def test_rounds_whose_messages_are_late_are_taken_from_the_finished_run(played, received) -> None:
     experiment, records = played[0]
     done: Future = Future()
     done.set_result(records)
-
-    class Slow(queue.Queue):
-        def get(self, timeout: float):
-            if timeout < 1:
-                raise queue.Empty
-            return super().get(timeout=timeout)
-
-    words = Slow()
-    for record in records:
-        words.put((experiment, record))
-    assert list(_heard([done], words)) == [(experiment, record) for record in records]
+    messages: queue.Queue = queue.Queue()
+    for record in records[:received]:
+        messages.put((experiment, record))
+    assert list(completed_rounds({done: experiment}, messages)) == [(experiment, record) for record in records]
 
 
 def test_an_unknown_tracker_and_a_missing_library_are_named(tmp_path: Path, monkeypatch) -> None:

@@ -105,7 +105,7 @@ def full_participation(train: Split | LazySplit, devices: IntArray) -> bool:
     if isinstance(train, LazySplit):
         raise FedcontextError(
             f"samples are generated on demand, so one round cannot use all {count} devices: "
-            "give k2 and pool as numbers, and smoothness as a number or 1/lr"
+            "set probes to cohort or a number, pool to a number, and smoothness to a number or 1/lr"
         )
     return True
 

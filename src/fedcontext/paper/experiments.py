@@ -14,6 +14,7 @@ SEEDS = (0, 1, 2)
 QUICK_ROUNDS = 6
 MUS = (0.01, 0.1, 1.0)  # of FedProx's grid; the paper does not say which it used
 DATASETS = {"MNIST": "mnist", "FEMNIST": "femnist", "Synthetic_IID": "synthetic-iid", "Synthetic_1_1": "synthetic-1-1"}
+K2 = {"N": "all", "50": 50, "20": 20, "10": 10, "0": "cohort"}  # the paper's notation, and the setting `probes`
 BETAS = {"1/lr": "β = 1/lr", "measured": "β measured"}
 
 
@@ -72,8 +73,8 @@ def _variants() -> Iterator[Line]:
     for probing, mus in (("samples", MUS), ("mean", (0.1,))):
         for beta, beta_label in BETAS.items():
             sheet = f"{beta_label}, gradients by {probing}"
-            for mu, k2 in product(mus, ("N", 50, 20, 10, 0)):
-                settings = {"mu": mu, "k2": k2, "smoothness": beta, "probe_averaging": probing}
+            for mu, (k2, probes) in product(mus, K2.items()):
+                settings = {"mu": mu, "probes": probes, "smoothness": beta, "probe_averaging": probing}
                 yield _line(sheet, f"μ = {mu:g}", f"K2 = {k2}", **common, **settings)
 
 
@@ -91,7 +92,13 @@ def _algorithms(sheet: str, panel: str, averaging: str, beta: str, mu: float, **
     yield _line(sheet, panel, "FedAvg (Contextual)", algorithm="fedavg-contextual", smoothness=beta, **common)
     yield _line(sheet, panel, "FedProx (Contextual)", algorithm="fedprox-contextual", smoothness=beta, mu=mu, **common)
     yield _line(
-        sheet, panel, "FedAvg (Contextual), K2 = 0", algorithm="fedavg-contextual", smoothness=beta, k2=0, **common
+        sheet,
+        panel,
+        "FedAvg (Contextual), K2 = 0",
+        algorithm="fedavg-contextual",
+        smoothness=beta,
+        probes="cohort",
+        **common,
     )
 
 

@@ -85,8 +85,8 @@ def _order(algorithm: str) -> int:
 def _parts(label: str) -> list[str | float]:
     """Return a label's texts and numbers by turns, so that sorting puts 10 behind 9, and on every data set alike.
 
-    >>> sorted(["k2=10", "k2=N", "k2=9"], key=_parts)
-    ['k2=9', 'k2=10', 'k2=N']
+    >>> sorted(["probes=10", "probes=all", "probes=9"], key=_parts)
+    ['probes=9', 'probes=10', 'probes=all']
     """
     parts = re.split(r"([0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)", label)
     return [float(part) if at % 2 else part for at, part in enumerate(parts)]
