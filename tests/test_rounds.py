@@ -64,7 +64,7 @@ def test_every_algorithm_learns(small_data, algorithm):
 def test_records_survive_the_file(small_data, algorithm):
     experiment = fc.Experiment(algorithm=algorithm, **SMALL)
     file = io.StringIO()
-    done = list(records.write(experiment, fc.rounds(experiment, data=small_data), file))
+    done = list(records.stream_records(experiment, fc.rounds(experiment, data=small_data), file))
     head, *lines = file.getvalue().splitlines()
     assert json.loads(head)["settings"]["algorithm"] == algorithm
     assert [json.loads(line)["number"] for line in lines] == [1, 2, 3, 4]
@@ -333,7 +333,7 @@ def test_a_truncated_last_line_is_passed_over_and_other_files_are_refused(small_
     experiment = fc.Experiment(**SMALL)
     path = tmp_path / "run.jsonl"
     with path.open("w") as file:
-        done = list(records.write(experiment, fc.rounds(experiment, data=small_data), file))
+        done = list(records.stream_records(experiment, fc.rounds(experiment, data=small_data), file))
     assert fc.read_run(path)[1] == done
     text = path.read_text()
     path.write_text(text[:-30])

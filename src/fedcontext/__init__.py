@@ -9,7 +9,7 @@ from fedcontext.experiment import Experiment
 from fedcontext.fleet import PROFILES, Fleet, Profile, Spread, make_fleet
 from fedcontext.geometry import Geometry
 from fedcontext.plan import RoundPlan, plan_round
-from fedcontext.records import RoundRecord, read_run
+from fedcontext.records import RoundRecord, read_run, write_records
 from fedcontext.results.export import load_runs
 from fedcontext.rules import Rule, bound, by_samples, contextual, expected_contextual, folb, mean, stateless
 from fedcontext.simulation import Simulation, State, prepare, rounds
@@ -54,4 +54,5 @@ __all__ = [
     "read_run",
     "rounds",
     "stateless",
+    "write_records",
 ]

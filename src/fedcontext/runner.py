@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from fedcontext import checkpoint
 from fedcontext.errors import require
 from fedcontext.experiment import Experiment
-from fedcontext.records import RoundRecord, keep, write
+from fedcontext.records import RoundRecord, stream_records, truncate_run
 from fedcontext.simulation import Simulation, State, prepare
 from fedcontext.toml import to_toml
 
@@ -45,11 +45,11 @@ def run(
     (out / f"{experiment.name}.toml").write_text(to_toml(asdict(experiment)), encoding="utf-8")
     path, saved = out / f"{experiment.name}.jsonl", out / f"{experiment.name}.safetensors"
     state = _saved_state(simulation, saved) if resume and saved.exists() else None
-    done = keep(path, state.number) if state else []
+    done = truncate_run(path, state.number) if state else []
     for record in done:
         on_round(experiment, record)
     with _best_kept(path, new=state is None), path.open("a" if state else "w", encoding="utf-8") as file:
-        for record in write(experiment, _played(simulation, state, saved if resume else None), file):
+        for record in stream_records(experiment, _played(simulation, state, saved if resume else None), file):
             done.append(record)
             on_round(experiment, record)
     return done

@@ -6,7 +6,7 @@ import pytest
 
 from fedcontext.report import watch
 from fedcontext.report.live import LivePage
-from fedcontext.results.reader import load
+from fedcontext.results.reader import read_runs
 from fedcontext.simulation import rounds
 
 from .conftest import experiments
@@ -58,7 +58,7 @@ def test_the_last_page_is_the_one_that_the_records_give(played, tmp_path: Path, 
     for experiment, records in played:
         for record in records:
             live.add(experiment, record)
-    from_files, _ = load([runs / f"{experiment.name}.jsonl" for experiment, _ in played])
+    from_files, _ = read_runs([runs / f"{experiment.name}.jsonl" for experiment, _ in played])
     assert list(live.runs.values()) == from_files
     assert '"running":""' in (tmp_path / "out.html").read_text(encoding="utf-8")
     assert (tmp_path / "out.live.js").read_text(encoding="utf-8").startswith("fedcontextNews(")

@@ -15,7 +15,7 @@ from fedcontext.console import err
 from fedcontext.errors import FedcontextError, require
 from fedcontext.experiment import Experiment
 from fedcontext.records import RoundRecord
-from fedcontext.results.reader import COSTS, MEASURES
+from fedcontext.results.reader import COSTS, METRICS
 from fedcontext.runner import OnRound
 
 End: TypeAlias = Literal["FINISHED", "FAILED", "KILLED"]
@@ -41,7 +41,7 @@ def values_of(record: RoundRecord) -> dict[str, float]:
     >>> values["left_out"], "promised_change" in values
     (0.0, False)
     """
-    fields = {name: getattr(record, name) for name in (*MEASURES, *COSTS)} | {"left_out": len(record.excluded)}
+    fields = {name: getattr(record, name) for name in (*METRICS, *COSTS)} | {"left_out": len(record.excluded)}
     return {name: float(value) for name, value in fields.items() if value is not None and value == value}
 
 

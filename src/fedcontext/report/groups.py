@@ -14,7 +14,7 @@ import numpy as np
 
 from fedcontext.algorithms import ALGORITHMS
 from fedcontext.arrays.tree import FloatArray
-from fedcontext.results.reader import TEXT, Run, column
+from fedcontext.results.reader import MAX_TEXT, Run, column
 
 UNITS = ("rounds", "seconds", "bytes")  # what a run costs, in three ways
 
@@ -49,17 +49,17 @@ class Group:
 
 def dataset_of(run: Run) -> str:
     """Return the name of a run's data."""
-    return str(run.settings.get("dataset", "unnamed data"))[:TEXT]
+    return str(run.settings.get("dataset", "unnamed data"))[:MAX_TEXT]
 
 
 def algorithm_of(run: Run) -> str:
     """Return the name of a run's algorithm, or of its file."""
-    return str(run.settings.get("algorithm", run.name))[:TEXT]
+    return str(run.settings.get("algorithm", run.name))[:MAX_TEXT]
 
 
 def seed_of(run: Run) -> str:
     """Return a run's seed as text."""
-    return str(run.settings.get("seed", "unknown"))[:TEXT]
+    return str(run.settings.get("seed", "unknown"))[:MAX_TEXT]
 
 
 def group(runs: Sequence[Run]) -> list[Group]:
@@ -108,7 +108,7 @@ def _label(run: Run, values: Values) -> str:
     """Return an algorithm's name, with the settings that tell its lines apart or make it unlike all of another's."""
     name = algorithm_of(run)
     told = [f"{key}={_value(run.settings.get(key))}" for key, by in values.items() if _tells(by[name], by)]
-    return (f"{name} ({', '.join(told)})" if told else name)[:TEXT]
+    return (f"{name} ({', '.join(told)})" if told else name)[:MAX_TEXT]
 
 
 def _tells(own: set[str], by_algorithm: dict[str, set[str]]) -> bool:

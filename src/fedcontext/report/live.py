@@ -12,7 +12,7 @@ from fedcontext.experiment import Experiment
 from fedcontext.records import RoundRecord
 from fedcontext.report.html import replace, to_html, to_json
 from fedcontext.report.page_data import content
-from fedcontext.results.reader import Run, row_of, started
+from fedcontext.results.reader import Run, new_run, to_row
 from fedcontext.runner import OnRound
 
 PAUSE = 1.0  # seconds between two pages at least, and ten times what a page takes
@@ -52,13 +52,13 @@ class LivePage:
 
     def __init__(self, experiments: Sequence[Experiment], out: Path) -> None:
         self.out, self.script = out, out.with_suffix(".live.js")
-        self.runs: dict[str, Run] = {each.name: started(each) for each in experiments}
+        self.runs: dict[str, Run] = {each.name: new_run(each) for each in experiments}
         self.total = sum(each.rounds for each in experiments)
         self.begun, self.latest = time.monotonic(), ""
 
     def add(self, experiment: Experiment, record: RoundRecord) -> None:
         """Take in one more round."""
-        self.runs[experiment.name].rows.append(row_of(record))
+        self.runs[experiment.name].rows.append(to_row(record))
         self.latest = f"{experiment.algorithm}, round {record.number} of {experiment.rounds}; "
 
     def write_page(self, running: bool) -> None:
