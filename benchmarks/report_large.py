@@ -18,7 +18,7 @@ import numpy as np
 from fedcontext.algorithms import ALGORITHMS
 from fedcontext.experiment import Experiment
 from fedcontext.records import manifest
-from fedcontext.report import write
+from fedcontext.report import write_report
 
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
 STALLS = """window.stalls = [];
@@ -100,7 +100,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             write_runs(Path(folder), given.runs, given.rounds, together)
             out, begun = Path(folder) / "report.html", time.perf_counter()
-            write([folder], out)
+            write_report([folder], out)
             took = time.perf_counter() - begun
             print(
                 f"{'5 lines' if together else f'{given.runs} lines'}: {took:.1f} s, {out.stat().st_size / 1e6:.2f} MB"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fedcontext.errors import FedcontextError
 from fedcontext.records import RoundRecord, read_run, write_records
 from fedcontext.report.html import to_json
-from fedcontext.report.page_data import content
+from fedcontext.report.page_data import page_data
 from fedcontext.results.reader import read_file, read_runs
 
 ANY_JSON = st.recursive(
@@ -87,9 +87,9 @@ def test_any_records_give_a_page(tmp_path_factory: pytest.TempPathFactory, given
     path = tmp_path_factory.mktemp("any") / "any.jsonl"
     lines = [{"schema": 1, "settings": given_settings, "versions": given_settings}, *rounds]
     path.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
-    text = to_json(content(*read_runs([path])))
+    text = to_json(page_data(*read_runs([path])))
     assert "<" not in text
-    assert json.loads(text)["scenes"][0]["groups"]
+    assert json.loads(text)["datasets"][0]["groups"]
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
 ) -> None:
     """Write one HTML page about runs: curves, costs, weights, promises, settings. It opens offline, anywhere."""
-    from fedcontext.report import write
+    from fedcontext.report import write_report
 
-    _say(write(runs, output))
+    _say(write_report(runs, output))
     out.print(f"report: {output}", soft_wrap=True, highlight=False, markup=False)
 
 

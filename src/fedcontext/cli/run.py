@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedcontext.callbacks.progress import watching
+from fedcontext.callbacks import follow
 from fedcontext.cli.options import (
     K2,
     AsJson,
@@ -103,7 +103,7 @@ def run(
         if several in settings:
             raise FedcontextError(f"{file}: {several} is for `fedcontext compare`; here it is {several[:-1]}")
     experiment = Experiment(**settings)
-    with interruptible(out_dir), watching([experiment], out_dir, quiet=quiet, report=report, track=track) as on_round:
+    with interruptible(out_dir), follow([experiment], out_dir, quiet=quiet, report=report, track=track) as on_round:
         records = run_one(experiment, out_dir, on_round, resume=resume)
     summary = summarise(records)
     if as_json:
@@ -161,7 +161,7 @@ def compare(
         from fedcontext.paper import figures
 
         figures.check(figure)
-    with interruptible(out_dir), watching(chosen, out_dir, quiet=quiet, report=report, track=track) as on_round:
+    with interruptible(out_dir), follow(chosen, out_dir, quiet=quiet, report=report, track=track) as on_round:
         results = run_all(chosen, out_dir, jobs or os.cpu_count() or 1, on_round)
     by_name: dict[str, list[Summary]] = defaultdict(list)
     plain: dict[str, list[dict[str, Any]]] = defaultdict(list)
