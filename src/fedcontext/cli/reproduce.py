@@ -27,19 +27,19 @@ def reproduce(
 ) -> None:
     """Repeat the paper's experiments: records, figures (PNG and PDF), and with `claims` what became of its claims."""
     from fedcontext.paper import document, figures
-    from fedcontext.paper.experiments import STUDIES, study_named
-    from fedcontext.paper.reproduce import carry_out, draw, missing_runs, open_book
+    from fedcontext.paper.experiments import STUDIES, get_study
+    from fedcontext.paper.reproduce import draw_figures, missing_experiments, read_records, run_experiments
 
-    figures.check(Path("figure.png"))
+    figures.check_path(Path("figure.png"))
     if experiment == "claims":
-        out.print(f"written: {document.write(out_dir, docs, quick)}", soft_wrap=True, highlight=False)
+        out.print(f"written: {document.write_document(out_dir, docs, quick)}", soft_wrap=True, highlight=False)
         return
-    studies = list(STUDIES.values()) if experiment == "all" else [study_named(experiment)]
+    studies = list(STUDIES.values()) if experiment == "all" else [get_study(experiment)]
     for study in studies:
-        lines = study.quick_lines() if quick else study.lines
-        todo = missing_runs(lines, out_dir, quick)
+        series = study.quick_series() if quick else study.series
+        todo = missing_experiments(series, out_dir, quick)
         total = sum(run.rounds for run in todo)
         with interruptible(out_dir), progress(study.name, total, quiet) as on_round:
-            carry_out(todo, out_dir, jobs or os.cpu_count() or 1, on_round)
-        for path in draw(study, open_book(lines, out_dir, quick), out_dir / "figures"):
+            run_experiments(todo, out_dir, jobs or os.cpu_count() or 1, on_round)
+        for path in draw_figures(study, read_records(series, out_dir, quick), out_dir / "figures"):
             out.print(f"{study.name}: {path}", soft_wrap=True, highlight=False)

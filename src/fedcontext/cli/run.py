@@ -160,7 +160,7 @@ def compare(
     if figure is not None:
         from fedcontext.paper import figures
 
-        figures.check(figure)
+        figures.check_path(figure)
     with interruptible(out_dir), follow(chosen, out_dir, quiet=quiet, report=report, track=track) as on_round:
         results = run_all(chosen, out_dir, jobs or os.cpu_count() or 1, on_round)
     by_name: dict[str, list[Summary]] = defaultdict(list)
