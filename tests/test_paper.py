@@ -21,12 +21,12 @@ def test_the_experiments_are_the_papers():
     assert {run.dataset for run in variants} == {"mnist"}
     rounds = experiments_of(get_study("rounds").series)
     assert {run.dataset for run in rounds} == {"mnist", "femnist", "synthetic-iid", "synthetic-1-1"}
-    everyone = [run for study in STUDIES.values() for run in experiments_of(study.series)]
-    assert all(run.devices_per_round == 10 and run.epochs == (1, 20) for run in everyone)
-    assert {run.seed for run in everyone} == set(SEEDS)
+    experiments = [run for study in STUDIES.values() for run in experiments_of(study.series)]
+    assert all(run.devices_per_round == 10 and run.epochs == (1, 20) for run in experiments)
+    assert {run.seed for run in experiments} == set(SEEDS)
     assert len(SEEDS) >= 3
-    assert {"mean", "samples"} == {run.averaging for run in everyone}
-    assert {"1/lr", "measured"} == {run.smoothness for run in everyone}
+    assert {"mean", "samples"} == {run.averaging for run in experiments}
+    assert {"1/lr", "measured"} == {run.smoothness for run in experiments}
 
 
 def synthetic_study(name):

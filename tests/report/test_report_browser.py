@@ -246,8 +246,8 @@ def test_log_scale_and_another_run(open_page, report: Path) -> None:
 def test_no_rule_of_accessibility_is_broken(open_page, report: Path, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     page = open_page(report, scheme=scheme)
-    found = axe.Axe().run(page)
-    assert found.violations_count == 0, found.generate_report()
+    result = axe.Axe().run(page)
+    assert result.violations_count == 0, result.generate_report()
 
 
 def test_the_settings_can_be_copied(open_page, report: Path) -> None:

@@ -143,16 +143,16 @@ def test_half_a_character_in_a_name_does_not_stop_the_page(write_run, tmp_path: 
 
 
 def test_fifty_runs_of_a_thousand_rounds_stay_small(runs: Path) -> None:
-    whole, _ = read_runs([runs])
-    rows = [{**whole[-1].rows[at % 6], "number": at + 1, "loss": 2 + np.sin(at)} for at in range(1000)]
-    many = [Run(str(rate), {**whole[-1].settings, "learning_rate": rate}, {}, rows) for rate in range(50)]
-    found = page_data(many)
-    page = render(found)
+    loaded, _ = read_runs([runs])
+    rows = [{**loaded[-1].rows[at % 6], "number": at + 1, "loss": 2 + np.sin(at)} for at in range(1000)]
+    many = [Run(str(rate), {**loaded[-1].settings, "learning_rate": rate}, {}, rows) for rate in range(50)]
+    data = page_data(many)
+    page = render(data)
     assert len(page) < 8e6
     for measure in ("loss", "accuracy"):
-        assert sum(len(group[measure]["mean"]) for group in found["datasets"][0]["groups"]) <= MAX_POINTS
-    assert {group["final"]["rounds"] for group in found["datasets"][0]["groups"]} == {1000}
-    assert max(found["datasets"][0]["groups"][0]["loss"]["mean"]) == pytest.approx(max(r["loss"] for r in rows), 1e-4)
+        assert sum(len(group[measure]["mean"]) for group in data["datasets"][0]["groups"]) <= MAX_POINTS
+    assert {group["final"]["rounds"] for group in data["datasets"][0]["groups"]} == {1000}
+    assert max(data["datasets"][0]["groups"][0]["loss"]["mean"]) == pytest.approx(max(r["loss"] for r in rows), 1e-4)
 
 
 def test_the_command_writes_a_page_and_reports_what_it_skipped(runs: Path, tmp_path: Path) -> None:
@@ -193,3 +193,15 @@ def test_all_settings_of_an_experiment_are_on_the_page(runs: Path) -> None:
     text = page_data(*read_runs([runs]))["datasets"][0]["configs"][0]
     for field in dataclasses.fields(Experiment):
         assert field.name in text
+
+
+def test_the_outcome_over_seeds_says_which_number_is_a_median_and_which_a_mean(write_run) -> None:
+    rounds = {0: [0.1, 0.6], 1: [0.1, 0.1, 0.1, 0.6], 2: [0.1, 0.1, 0.6]}
+    losses = {0: 1.0, 1: 1.0, 2: 4.0}
+    paths = [
+        write_run([{"accuracy": a, "loss": losses[seed]} for a in accuracies], str(seed), seed=seed)
+        for seed, accuracies in rounds.items()
+    ]
+    sentence = page_data(*read_runs(paths))["datasets"][0]["sentences"][1]
+    expected = "fedavg reached 60% accuracy after a median of 3 rounds; the lowest mean final loss is 2, of fedavg."
+    assert sentence == expected

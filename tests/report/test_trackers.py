@@ -48,8 +48,8 @@ def test_tensorboard_received_every_number(finished: list, tmp_path: Path) -> No
         stored = events.EventAccumulator(str(tmp_path / "tensorboard" / experiment.name)).Reload()
         for name in NUMBERS:
             wanted = expected(records, name)
-            found = [(event.step, event.value) for event in stored.Scalars(name)] if wanted else []
-            assert found == [(step, pytest.approx(value, rel=1e-6)) for step, value in wanted], name
+            logged = [(event.step, event.value) for event in stored.Scalars(name)] if wanted else []
+            assert logged == [(step, pytest.approx(value, rel=1e-6)) for step, value in wanted], name
 
 
 def test_a_local_mlflow_store_received_every_number_and_setting(finished: list, tmp_path: Path, monkeypatch) -> None:
@@ -58,13 +58,13 @@ def test_a_local_mlflow_store_received_every_number_and_setting(finished: list, 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     log_all("mlflow", finished, tmp_path)
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
-    found = {
+    logged = {
         run.info.run_name: run
         for run in client.search_runs([client.get_experiment_by_name("fedcontext").experiment_id])
     }
-    assert set(found) == {experiment.name for experiment, _ in finished}
+    assert set(logged) == {experiment.name for experiment, _ in finished}
     for experiment, records in finished:
-        run = found[experiment.name]
+        run = logged[experiment.name]
         assert run.info.status == "FINISHED"
         assert run.data.params["algorithm"] == experiment.algorithm
         for name in NUMBERS:
@@ -104,17 +104,17 @@ def test_wandb_writes_files_that_hold_every_round(finished: list, tmp_path: Path
     entry_of = pytest.importorskip("wandb.proto.wandb_internal_pb2").Record.FromString
     monkeypatch.delenv("WANDB_MODE", raising=False)
     log_all("wandb", finished, tmp_path)
-    found = {}
+    logged = {}
     for path in (tmp_path / "wandb").glob("offline-run-*/*.wandb"):
         entries = [entry_of(text) for text in _logged(path.read_bytes())]
-        found[next(entry.run.display_name for entry in entries if entry.HasField("run"))] = entries
-    assert set(found) == {experiment.name for experiment, _ in finished}
+        logged[next(entry.run.display_name for entry in entries if entry.HasField("run"))] = entries
+    assert set(logged) == {experiment.name for experiment, _ in finished}
     for experiment, records in finished:
-        rows = [_row(entry) for entry in found[experiment.name] if entry.HasField("history")]
+        rows = [_row(entry) for entry in logged[experiment.name] if entry.HasField("history")]
         values = [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
         assert [row["_step"] for row in rows] == [record.number for record in records]
         assert values == [metrics_of(record) for record in records]
-        assert [entry.exit.exit_code for entry in found[experiment.name] if entry.HasField("exit")] == [0]
+        assert [entry.exit.exit_code for entry in logged[experiment.name] if entry.HasField("exit")] == [0]
 
 
 def _logged(data: bytes) -> Iterator[bytes]:
@@ -193,18 +193,18 @@ def test_one_run_that_cannot_be_ended_does_not_keep_the_others_open(stub, finish
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, "KILLED"), (ValueError, "FAILED")])
 def test_interrupted_runs_get_their_status(stub, finished, tmp_path, error, status) -> None:
     tracker = stub()
-    (whole, records), (cut, others) = finished
+    (complete, records), (cut, others) = finished
 
     def play() -> None:
         with track_runs("json", tmp_path) as on_round:
             for record in records:
-                on_round(whole, record)
+                on_round(complete, record)
             on_round(cut, others[0])
             raise error
 
     with pytest.raises(error):
         play()
-    assert tracker.statuses == {whole.name: "FINISHED", cut.name: status}
+    assert tracker.statuses == {complete.name: "FINISHED", cut.name: status}
 
 
 def test_words_that_come_after_the_results_are_heard(finished) -> None:
