@@ -31,7 +31,9 @@ def test_a_run_has_the_same_records_as_on_stored_data(engine):
 
 def test_ten_rounds_over_a_million_devices_fit_in_little_memory():
     tracemalloc.start()
-    records = [record for _, record in fc.simulate(dataset="synthetic-1-1-1000000", rounds=10, probes=10, epochs=(1, 1))]
+    records = [
+        record for _, record in fc.simulate(dataset="synthetic-1-1-1000000", rounds=10, probes=10, epochs=(1, 1))
+    ]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(records) == 10

@@ -27,7 +27,7 @@ EXPORTS = {
     "local_sgd": ["LocalSGD"],
     "memory": ["MemorySettings", "contextual_memory"],
     "plan": ["RoundPlan", "plan_round"],
-    "records": ["RoundRecord", "read_run"],
+    "records": ["RoundRecord", "read_run", "write_records"],
     "results.export": ["load_runs"],
     "rules": [
         "Rule",

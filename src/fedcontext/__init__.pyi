@@ -32,6 +32,7 @@ from fedcontext.plan import RoundPlan as RoundPlan
 from fedcontext.plan import plan_round as plan_round
 from fedcontext.records import RoundRecord as RoundRecord
 from fedcontext.records import read_run as read_run
+from fedcontext.records import write_records as write_records
 from fedcontext.results.export import load_runs as load_runs
 from fedcontext.rules import Rule as Rule
 from fedcontext.rules import SumRule as SumRule

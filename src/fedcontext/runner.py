@@ -21,7 +21,7 @@ from fedcontext.engines.base import Engine
 from fedcontext.errors import FedcontextError, require
 from fedcontext.experiment import Experiment
 from fedcontext.model_file import check_format, save_params
-from fedcontext.records import RoundRecord, keep, write
+from fedcontext.records import RoundRecord, stream_records, truncate_run
 from fedcontext.simulation import Simulation, State, prepare
 from fedcontext.toml import to_toml
 
@@ -74,7 +74,7 @@ def run(
     (out / f"{experiment.name}.toml").write_text(to_toml(asdict(experiment)), encoding="utf-8")
     path, saved = out / f"{experiment.name}.jsonl", out / f"{experiment.name}.safetensors"
     state = _load_state(simulation, saved) if resume and saved.exists() else None
-    records = keep(path, state.number) if state else []
+    records = truncate_run(path, state.number) if state else []
     for record in records:
         on_round(experiment, record)
 
@@ -87,7 +87,7 @@ def run(
                 _save_state(state, saved)
 
     with _restore_longer(path, new=state is None), path.open("a" if state else "w", encoding="utf-8") as file:
-        for record in write(experiment, remaining_rounds(), file):
+        for record in stream_records(experiment, remaining_rounds(), file):
             records.append(record)
             on_round(experiment, record)
     if save is not None and state is not None:

@@ -18,9 +18,9 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path("report.html"),
 ) -> None:
     """Write one HTML page about runs: curves, costs, weights, bounds and settings. It needs no network."""
-    from fedcontext.report import write
+    from fedcontext.report import write_report
 
-    _warn(write(runs, output))
+    _warn(write_report(runs, output))
     out.print(f"report: {output}", soft_wrap=True, highlight=False, markup=False)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedcontext.callbacks.progress import watching
+from fedcontext.callbacks import follow
 from fedcontext.cli.options import (
     OPTIONS,
     AsJson,
@@ -62,7 +62,7 @@ def run(
 ) -> None:
     """Run one algorithm and write a record of every round."""
     experiment = experiment_from(settings)
-    with interruptible(out_dir), watching([experiment], out_dir, quiet=quiet, report=report, track=track) as on_round:
+    with interruptible(out_dir), follow([experiment], out_dir, quiet=quiet, report=report, track=track) as on_round:
         records = run_one(experiment, out_dir, on_round, resume=resume, save=save)
     summary = summarise(records)
     if as_json:
@@ -91,8 +91,8 @@ def compare(
     if figure is not None:
         from fedcontext.paper import figures
 
-        figures.check(figure)
-    with interruptible(out_dir), watching(experiments, out_dir, quiet=quiet, report=report, track=track) as on_round:
+        figures.check_path(figure)
+    with interruptible(out_dir), follow(experiments, out_dir, quiet=quiet, report=report, track=track) as on_round:
         results = run_all(experiments, out_dir, jobs or os.cpu_count() or 1, on_round)
     runs: dict[str, list[tuple[Experiment, list[RoundRecord]]]] = defaultdict(list)
     for experiment, records in zip(experiments, results, strict=True):
