@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import fedcontext as fc
-from fedcontext.datasets.federated import DrawnSplit, FederatedData, Samples, join
+from fedcontext.datasets.federated import FederatedData, LazySplit, Samples, join
 
 CLASSES = 10
 SERIES = ("devices that train, K", "devices, N", "parameters", "epochs")
@@ -31,13 +31,20 @@ def drawn(devices: int, samples: int, dimension: int) -> FederatedData:
 def drawn_on_demand(devices: int, samples: int, dimension: int) -> FederatedData:
     """Return the same, with samples made when a device trains."""
     evaluation = drawn(100, samples, dimension)
-    train = DrawnSplit(np.full(devices, samples), lambda k: part(k, samples, dimension), evaluation.evaluation_split)
+    train = LazySplit(np.full(devices, samples), lambda k: part(k, samples, dimension), evaluation.evaluation_split)
     return FederatedData("drawn on demand", train, evaluation.test, CLASSES)
 
 
 def milliseconds(data: FederatedData, rounds: int, **settings: object) -> float:
     """Return the median time of a round of contextual aggregation, with the cohort's own gradients."""
-    told = {"rounds": rounds + 2, "eval_every": rounds + 3, "k2": 0, "engine": "numba", "epochs": (1, 1), **settings}
+    told = {
+        "rounds": rounds + 2,
+        "eval_every": rounds + 3,
+        "probes": "cohort",
+        "engine": "numba",
+        "epochs": (1, 1),
+        **settings,
+    }
     simulation = fc.prepare(fc.Experiment(algorithm="fedavg-contextual", learning_rate=0.01, **told), data)
     state, times = simulation.start(), []
     for _ in range(rounds + 1):

@@ -46,9 +46,9 @@ html_show_sphinx = False
 
 
 def tidy(app: Any, what: str, name: str, obj: Any, options: object, lines: list[str]) -> None:
-    """Add what the comments beside a dataclass's fields say, and write the rest as reStructuredText."""
+    """Add descriptions of a dataclass's fields, and write the rest as reStructuredText."""
     if what == "class" and dataclasses.is_dataclass(obj):
-        lines += ["", *(f":param {field}: {text}" for field, text in site_parts.field_comments(obj).items()), ""]
+        lines += ["", *(f":param {field}: {text}" for field, text in site_parts.field_descriptions(obj).items()), ""]
     lines[:] = site_parts.as_rst(lines)
 
 

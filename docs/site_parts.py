@@ -1,7 +1,8 @@
-"""Parts of the site that the program itself knows best: its commands, its table's columns; and formulas as MathML."""
+"""Generated parts of the site: command reference, table of columns, descriptions of fields; and formulas as MathML."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from typing import Any
@@ -10,13 +11,13 @@ import typer.main
 from docutils import nodes
 from latex2mathml.converter import convert
 
-from fedcontext.cli import app
+from fedcontext.cli.app import app
 from fedcontext.results.export import SCHEMA
 
 
 def cli_reference() -> str:
-    """Return a page about every command, from the program that parses them."""
-    parts = ["# Command line", "Written from the program itself: `fedcontext --help` says the same."]
+    """Return a page with all commands and their options, generated from the Typer app."""
+    parts = ["# Command line", "Generated from the program: `fedcontext COMMAND --help` prints the same."]
     return "\n\n".join([*parts, *_commands("fedcontext", typer.main.get_command(app))]) + "\n"
 
 
@@ -37,12 +38,18 @@ def _argument(argument: Any) -> str:
 
 
 def _table(params: list[Any]) -> str:
-    rows = [f"| `{_name(each)}` | {_cell(each.help or '')} |" for each in params]
+    rows = [f"| `{_name(each)}` | {_cell(_help(each))} |" for each in params]
     return "\n".join(["| | |", "|---|---|", *rows]) if rows else ""
 
 
 def _name(param: Any) -> str:
     return ", ".join(param.opts) if param.param_type_name == "option" else param.name.upper()
+
+
+def _help(param: Any) -> str:
+    """Return the help with the accepted values, which the terminal shows as a placeholder."""
+    values = f" Values: {param.metavar.replace('|', ', ')}." if param.metavar and "|" in param.metavar else ""
+    return (param.help or "").replace(" [default", f"{values} [default", 1) if values else param.help or ""
 
 
 def _cell(text: str) -> str:
@@ -55,35 +62,40 @@ def table_schema() -> str:
     return "\n".join(["| column | what it holds |", "|---|---|", *rows]) + "\n"
 
 
-def field_comments(kind: type) -> dict[str, str]:
-    """Return what the comments beside a dataclass's fields say of them."""
-    return dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.+)$", inspect.getsource(kind), re.MULTILINE))
+def field_descriptions(kind: type) -> dict[str, str]:
+    """Return the description of a dataclass's fields: the help of a setting, or the comment beside the field."""
+    settings = {each.name: each.metadata for each in dataclasses.fields(kind) if "help" in each.metadata}
+    described = {
+        name: f"{about['help']}. Accepts {about['check'].accepts}; default: {about['default']}."
+        for name, about in settings.items()
+    }
+    return described or dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.+)$", inspect.getsource(kind), re.MULTILINE))
 
 
 def as_rst(lines: list[str]) -> list[str]:
-    """Return a docstring with its arguments as fields, and bars that no one reads as substitutions."""
+    """Return a docstring with its arguments as fields, and with bars escaped, for they would be substitutions."""
     fields = [re.sub(r"^ {4}(\w+): (?=.* )", r":param \1: ", line) if "Args:" in lines else line for line in lines]
     return [line.replace("|", "\\|") if line.lstrip()[:3] != ">>>" else line for line in fields if line != "Args:"]
 
 
 def short(signature: str | None) -> str | None:
-    """Return a signature with the arrays' long types by their short names."""
+    """Return a signature with the aliases of array types in place of the types."""
     if signature is None:
         return None
     return re.sub(r"[~\w.]*ndarray\[[^\[]*\[[^\]]*\], [~\w.]*dtype\[[~\w.]*?(float|int)64\]\]", _array, signature)
 
 
-def _array(found: re.Match[str]) -> str:
-    return {"float": "FloatArray", "int": "IntArray"}[found[1]]
+def _array(match: re.Match[str]) -> str:
+    return {"float": "FloatArray", "int": "IntArray"}[match[1]]
 
 
 def inline_math(self: Any, node: Any) -> None:
-    """Write a formula in a line of text."""
+    """Write an inline formula."""
     self.body.append(convert(node.astext()))
     raise nodes.SkipNode
 
 
 def block_math(self: Any, node: Any) -> None:
-    """Write a formula on its own."""
+    """Write a displayed formula."""
     self.body.append(f'<div class="math">{convert(node.astext(), display="block")}</div>')
     raise nodes.SkipNode

@@ -157,7 +157,7 @@ def test_a_finished_simulation_is_not_run_again(tmp_path: Path, monkeypatch: pyt
 def test_records_that_are_gone_are_missed(tmp_path: Path) -> None:
     runner.run(EXPERIMENT, tmp_path, resume=True)
     (tmp_path / f"{EXPERIMENT.name}.jsonl").unlink()
-    with pytest.raises(fc.FedcontextError, match="rounds 1 to 6 are to be kept, but the file is not there"):
+    with pytest.raises(fc.FedcontextError, match="cannot resume after round 6: the file does not exist"):
         runner.run(EXPERIMENT, tmp_path, resume=True)
 
 

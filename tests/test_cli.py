@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it writes, how it refuses, and what an interrupt leaves behind."""
+"""The command line: its output, its files, its errors, and what an interrupt leaves behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +19,16 @@ from hypothesis import strategies as st
 
 import fedcontext as fc
 from fedcontext.cli import main
-from fedcontext.cli.tables import spread
+from fedcontext.cli.options import OPTIONS
+from fedcontext.cli.tables import mean_and_deviation
 from fedcontext.datasets import load_dataset
 
 PROGRAM = [sys.executable, "-c", "from fedcontext.cli import main; main()"]
-FEW = ("--rounds", "3", "--engine", "reference", "--quiet")
+FEW = ("--rounds", "3", "--engine", "reference")
 
 
 def call(*arguments, cwd, **environment):
-    outer = {**os.environ, "NO_COLOR": "1", **environment}
+    outer = {**os.environ, "NO_COLOR": "1", **{name: str(value) for name, value in environment.items()}}
     return subprocess.run(
         [*PROGRAM, *map(str, arguments)], cwd=cwd, env=outer, capture_output=True, text=True, timeout=300, check=False
     )
@@ -38,7 +39,7 @@ def test_version_is_the_packages(tmp_path):
 
 
 def test_run_prints_a_table_and_writes_records_and_the_toml_that_repeats_it(tmp_path):
-    first = call("run", *FEW, "--algorithm", "folb", "--epochs", "1..3", "--k2", "5", cwd=tmp_path)
+    first = call("run", *FEW, "--algorithm", "folb", "--epochs", "1..3", "--probes", "5", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     assert "folb" in first.stdout
     path = Path(first.stdout.split("records: ")[1].strip())
@@ -51,25 +52,25 @@ def test_run_prints_a_table_and_writes_records_and_the_toml_that_repeats_it(tmp_
     assert json.loads(again.stdout)["loss"] == rounds[-1].loss
 
 
-HELPED = {"run": "[default: runs]", "compare": "[x>=1]", "reproduce": "[default: docs]", "report": "[required]"}
-HELPED |= {
+HELP = {"run": "[default: runs]", "compare": "[x>=1]", "reproduce": "[default: docs]", "report": "[required]"}
+HELP |= {
     "export": "[required]",
     "algorithms": "",
     "data": "",
     "data list": "",
     "data fetch": "mnist or femnist [required]",
 }
-HELPED |= {"data where": ""}
+HELP |= {"data where": ""}
 
 
-@pytest.mark.parametrize(("command", "told"), HELPED.items())
-def test_help_shows_defaults_without_marks_for_another_printer(command, told, monkeypatch, capsys):
+@pytest.mark.parametrize(("command", "excerpt"), HELP.items())
+def test_help_shows_defaults_without_escapes(command, excerpt, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["fedcontext", *command.split(), "--help"])
     with pytest.raises(SystemExit, match="0"):
         main()
     text = capsys.readouterr().out
     assert "Usage: " in text
-    assert told in " ".join(text.split())
+    assert excerpt in " ".join(text.split())
     assert "\\" not in text
 
 
@@ -79,6 +80,63 @@ def test_options_win_over_the_file(tmp_path):
     head, rounds = fc.read_run(tmp_path / json.loads(done.stdout)["records"])
     assert len(rounds) == 3
     assert (head["settings"]["algorithm"], head["settings"]["seed"]) == ("fedavg", 4)
+
+
+def settings_of(*arguments, cwd):
+    """The settings in the records of `fedcontext run`."""
+    done = call("run", *FEW, "--json", *arguments, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return fc.read_run(cwd / json.loads(done.stdout)["records"])[0]["settings"]
+
+
+def test_every_setting_has_an_option_with_its_default_in_the_help(tmp_path):
+    printed = " ".join(call("run", "--help", cwd=tmp_path, COLUMNS="500").stdout.split())
+    for setting in fields(fc.Experiment):
+        about = setting.metadata
+        option = f"--{setting.name.replace('_', '-')} {about['check'].metavar}"
+        assert f"{option} {about['help']}. [default: {about['default']}]" in printed
+
+
+def test_the_text_of_every_default_is_a_value_with_the_same_effect():
+    shown = {each.name: each.metadata["default"] for each in fields(fc.Experiment) if each.default is not None}
+    assert fc.Experiment(**shown) == fc.Experiment()
+    assert OPTIONS.keys() == asdict(fc.Experiment()).keys()
+
+
+@pytest.mark.parametrize(("k2", "probes"), [("0", "cohort"), ("N", "all"), ("20", 20)])
+def test_k2_is_the_papers_name_for_probes(tmp_path, k2, probes):
+    assert settings_of("--k2", k2, cwd=tmp_path)["probes"] == probes
+
+
+def test_a_file_overrides_a_preset_and_options_override_both(tmp_path):
+    (tmp_path / "mine.toml").write_text('dataset = "synthetic-iid"\nprobes = 5\nsmoothness = 7\n')
+    settings = settings_of("mine.toml", "--preset", "paper", "--smoothness", "9", cwd=tmp_path)
+    assert (settings["dataset"], settings["probes"], settings["smoothness"]) == ("synthetic-iid", 5, 9)
+    assert settings["probe_averaging"] == fc.presets.paper().probe_averaging != fc.Experiment().probe_averaging
+
+
+def test_a_preset_leaves_the_algorithms_of_a_comparison(tmp_path):
+    options = ("--preset", "paper", "--dataset", "synthetic-iid", "--algorithms", "fedavg,folb", "--seeds", "0")
+    assert list(json.loads(call("compare", *FEW, *options, "--json", cwd=tmp_path).stdout)) == ["fedavg", "folb"]
+
+
+@pytest.mark.parametrize("command", ["run", "compare"])
+def test_quiet_prints_nothing_while_the_engine_compiles(tmp_path, command):
+    pytest.importorskip("numba")
+    options = ("--rounds", "1", "--dataset", "synthetic-iid", "--engine", "numba")
+    done = call(command, *options, "--quiet", cwd=tmp_path, NUMBA_CACHE_DIR=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert list((tmp_path / "runs").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_the_saved_model_is_that_of_the_last_round(tmp_path, suffix):
+    path = tmp_path / "models" / f"model.{suffix}"
+    assert call("run", *FEW, "--save", path, cwd=tmp_path).returncode == 0
+    load = np.load if suffix == "npz" else pytest.importorskip("safetensors.numpy").load_file
+    *_, (state, _) = fc.prepare(fc.Experiment(rounds=3, engine="reference")).play()
+    np.testing.assert_array_equal(load(path)["params"], state.params)
+    assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
@@ -107,22 +165,22 @@ def test_losses_of_a_run_that_diverges_are_written_in_short(tmp_path):
 
 @given(st.lists(st.floats(-999_999, 999_999), min_size=2, max_size=5))
 def test_ordinary_figures_have_three_decimals_and_two_of_their_spread(values):
-    assert spread(values) == f"{np.mean(values):z.3f}±{np.std(values):.2f}"
-    assert spread(values[:1]) == f"{values[0]:z.3f}"
+    assert mean_and_deviation(values) == f"{np.mean(values):z.3f}±{np.std(values):.2f}"
+    assert mean_and_deviation(values[:1]) == f"{values[0]:z.3f}"
 
 
 def test_what_rounds_to_zero_has_no_minus():
-    assert [spread([value]) for value in (-0.0, -0.0004, -0.0006)] == ["0.000", "0.000", "-0.001"]
+    assert [mean_and_deviation([value]) for value in (-0.0, -0.0004, -0.0006)] == ["0.000", "0.000", "-0.001"]
 
 
-def test_rounds_that_nobody_answered_are_told(tmp_path):
-    few = ("--rounds", "3", "--engine", "reference", "--quiet", "--algorithms", "fedavg,folb", "--seeds", "0,1")
-    for command, told in (
+def test_lost_rounds_are_printed(tmp_path):
+    few = (*FEW, "--algorithms", "fedavg,folb", "--seeds", "0,1")
+    for command, lost_by in (
         (("run", *FEW), "fedavg-contextual 3 of 3"),
         (("compare", *few), "fedavg 6 of 6, folb 6 of 6"),
     ):
         lost = call(*command, "--deadline", "1e-6", cwd=tmp_path)
-        assert f"rounds lost (too few devices answered in time, the model was kept): {told}\n" in lost.stdout
+        assert f"rounds lost (too few devices replied in time, the model was kept): {lost_by}\n" in lost.stdout
         assert "lost" not in call(*command, cwd=tmp_path).stdout
     assert json.loads(call("run", *FEW, "--deadline", "1e-6", "--json", cwd=tmp_path).stdout)["lost"] == 3
 
@@ -134,8 +192,8 @@ def test_algorithms_and_data_are_listed(tmp_path):
     shown = call("data", "list", cwd=tmp_path).stdout
     names = ("synthetic-iid", "synthetic-A-B", "synthetic-A-B-N", "mnist", "femnist", "leaf:PATH")
     assert all(name in shown for name in names)
-    told = " ".join(call("run", "--help", cwd=tmp_path).stdout.split()).replace("- ", "-")  # a name cut by a line's end
-    assert f"One of {', '.join(names)}." in told
+    printed = " ".join(call("run", "--help", cwd=tmp_path).stdout.split()).replace("- ", "-")  # names are hyphenated
+    assert f"Data set: {', '.join(names)}." in printed
     (tmp_path / "mnist.npz").touch()
     where = call("data", "where", "mnist", cwd=tmp_path, FEDCONTEXT_DATA=str(tmp_path))
     assert str(tmp_path / "mnist.npz") in where.stdout
@@ -143,37 +201,54 @@ def test_algorithms_and_data_are_listed(tmp_path):
 
 BAD = {
     "unknown option": (["run", "--speed", "3"], "No such option"),
-    "unknown algorithm": (["run", "--algorithm", "fedsgd"], "algorithm must be one of"),
+    "unknown algorithm": (["run", "--algorithm", "fedsgd"], "algorithm must be one of fedavg, fedprox"),
     "unknown data set": (
         ["run", "--dataset", "cifar"],
         "dataset must be one of synthetic-iid, synthetic-A-B, synthetic-A-B-N, mnist, femnist, leaf:PATH, got 'cifar'",
     ),
     "missing LEAF folder": (["run", "--dataset", "leaf:nowhere"], "no LEAF .json file found"),
-    "negative rounds": (["run", "--rounds", "-1"], "rounds must be a whole number"),
-    "word for a number": (["run", "--rounds", "many"], "Invalid value for '--rounds'"),
+    "negative rounds": (["run", "--rounds", "-1"], "rounds must be an integer of at least 1, got '-1'"),
+    "word for a number": (["run", "--rounds", "many"], "rounds must be an integer of at least 1, got 'many'"),
     "too many devices": (["run", "--devices-per-round", "31"], "devices per round must be between 1 and 30"),
     "k2": (["run", "--k2", "31"], "k2 must be between 0 and 30"),
-    "k2 word": (["run", "--k2", "some"], "k2 must be a whole number"),
-    "over-selection": (["run", "--over-select", "nan"], "over_select must be 0 or more"),
-    "mu of a later algorithm": (["compare", "--mu", "-1"], "mu must be 0 or more"),
-    "everyone on demand": (["run", "--dataset", "synthetic-1-1-50"], "give k2 and pool as numbers"),
+    "k2 word": (
+        ["run", "--k2", "some"],
+        "k2 must be 0 (the cohort), N (all devices) or a number of devices, got 'some'",
+    ),
+    "k2 and probes": (["run", "--k2", "0", "--probes", "5"], "--probes and --k2 are the same setting"),
+    "probes": (["run", "--probes", "some"], "probes must be an integer of at least 1, cohort or all, got 'some'"),
+    "pool": (["run", "--pool", "N"], "pool must be an integer of at least 0 or all, got 'N'"),
+    "preset": (["run", "--preset", "best"], "preset must be one of paper, got 'best'"),
+    "model file": (["run", "--save", "model.pt"], "a model file must end in .npz or .safetensors, got model.pt"),
+    "over-selection": (["run", "--over-select", "nan"], "over_select must be a number of at least 0"),
+    "mu of a later algorithm": (["compare", "--mu", "-1"], "mu must be a number of at least 0"),
+    "everyone on demand": (["run", "--dataset", "synthetic-1-1-50"], "set probes to cohort or a number"),
     "out is a file": (["run", "--out", "odd.toml", "--rounds", "1"], "odd.toml"),
-    "epochs": (["run", "--epochs", "5..1"], "epochs must be a range"),
-    "epochs word": (["run", "--epochs", "1-20"], "epochs must be a whole number"),
-    "batch size": (["run", "--batch-size", "0"], "batch_size must be a whole number"),
-    "learning rate": (["run", "--learning-rate", "-1"], "learning_rate must be positive"),
-    "mu": (["run", "--algorithm", "fedprox", "--mu", "-1"], "mu must be 0 or more"),
-    "smoothness": (["run", "--smoothness", "0"], "smoothness must be positive"),
-    "smoothness word": (["run", "--smoothness", "steep"], "smoothness must be"),
+    "epochs": (
+        ["run", "--epochs", "5..1"],
+        "epochs must be an integer of at least 1 or an ascending range such as 1..20, got '5..1'",
+    ),
+    "epochs word": (["run", "--epochs", "1-20"], "epochs must be an integer"),
+    "batch size": (["run", "--batch-size", "0"], "batch_size must be an integer"),
+    "learning rate": (["run", "--learning-rate", "-1"], "learning_rate must be a positive number"),
+    "mu": (["run", "--algorithm", "fedprox", "--mu", "-1"], "mu must be a number of at least 0"),
+    "smoothness": (["run", "--smoothness", "0"], "smoothness must be a positive number, 1/lr or measured, got '0'"),
+    "smoothness word": (
+        ["run", "--smoothness", "steep"],
+        "smoothness must be a positive number, 1/lr or measured, got 'steep'",
+    ),
     "averaging": (["run", "--averaging", "median"], "averaging must be mean or samples"),
     "deadline": (["run", "--deadline", "-1"], "deadline must be"),
     "engine": (["run", "--engine", "warp"], "engine must be one of"),
-    "fleet": (["run", "--fleet", "warp"], "fleet must be one of"),
+    "fleet": (["run", "--fleet", "warp"], "fleet must be even or edge"),
     "no file": (["run", "nowhere.toml"], "nowhere.toml: cannot be read"),
     "broken file": (["run", "broken.toml"], "broken.toml: cannot be read"),
-    "unknown setting": (["run", "odd.toml"], "unknown settings speed"),
-    "seeds": (["compare", "--seeds", "0,,1"], "seeds must be different values"),
-    "same seed": (["compare", "--seeds", "1,1"], "seeds must be different values"),
+    "unknown setting": (
+        ["run", "odd.toml"],
+        "odd.toml: unknown setting 'speed', did you mean seed? The settings are dataset, algorithm,",
+    ),
+    "seeds": (["compare", "--seeds", "0,,1"], "seeds must be distinct comma-separated values"),
+    "same seed": (["compare", "--seeds", "1,1"], "seeds must be distinct comma-separated values"),
     "algorithms": (["compare", "--algorithms", "fedavg,fedsgd"], "algorithm must be one of"),
     "no jobs": (["compare", "--jobs", "0"], "Invalid value for '--jobs': 0 is not in the range x>=1"),
     "less than no jobs": (["reproduce", "weights", "--jobs", "-1"], "Invalid value for '--jobs': -1 is not in"),
@@ -187,7 +262,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_mistakes_are_named_in_a_line_or_two_and_leave_no_file(tmp_path, case, monkeypatch, capsys):
+def test_errors_are_one_or_two_lines_and_leave_no_file(tmp_path, case, monkeypatch, capsys):
     arguments, message = BAD[case]
     (tmp_path / "broken.toml").write_text("rounds = ")
     (tmp_path / "odd.toml").write_text("speed = 3")
@@ -210,7 +285,6 @@ def test_mistakes_are_named_in_a_line_or_two_and_leave_no_file(tmp_path, case, m
 
 @pytest.mark.parametrize("module", ["numpy", "typer", "fedcontext.cli.run", "fedcontext.engines.numba.engine"])
 def test_an_interrupt_while_modules_load_ends_without_a_traceback(tmp_path, module):
-    """Of the library, of the command line, and of what a command itself loads."""
     script = f"""
 import os, signal, sys
 
@@ -220,19 +294,13 @@ class Interrupt:
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupt())
-from fedcontext_program import main
+from fedcontext.cli import main
 main()
 """
     command = [sys.executable, "-c", script, "run", "--engine", "numba", "--quiet"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
-
-
-def test_the_program_starts_where_interrupts_are_caught():
-    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
-    assert project["project"]["scripts"] == {"fedcontext": "fedcontext_program:main"}
-    assert "src/fedcontext_program.py" in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
 
 
 def interrupted(*arguments, cwd, runs):

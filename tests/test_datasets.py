@@ -5,10 +5,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import http.server
+import io
 import json
+import shutil
+import subprocess
+import sys
 import tarfile
 import threading
 import tracemalloc
+import warnings
+import zipfile
 
 import numpy as np
 import pytest
@@ -16,9 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcontext import datasets
-from fedcontext.datasets import files
-from fedcontext.datasets.federated import join
-from fedcontext.datasets.images import standardised, two_digits_each
+from fedcontext.datasets import cache, files
+from fedcontext.datasets.federated import FederatedData, gather, join
+from fedcontext.datasets.mnist import standardiser, two_digits_per_device
 from fedcontext.datasets.synthetic import synthetic
 from fedcontext.errors import FedcontextError
 
@@ -62,11 +68,11 @@ def test_pixels_are_standardised_by_their_own_mean_and_deviation(count, seed):
     pixels[:, 1], pixels[1:, 2] = 255, 255  # a constant column, and one that is nearly
     exact = pixels.astype(np.longdouble)
     centre, spread = exact.mean(axis=0).astype(np.float32), (exact.std(axis=0) + 0.001).astype(np.float32)
-    np.testing.assert_allclose(standardised(pixels), (pixels - centre) / spread, rtol=1e-6)
+    np.testing.assert_allclose(standardiser(pixels)(pixels), (pixels - centre) / spread, rtol=1e-6)
 
 
 @given(st.lists(st.lists(st.integers(0, 19), min_size=1), min_size=1), st.sampled_from(["C", "F"]))
-def test_data_is_what_the_devices_rows_are_joined(parts, order):
+def test_data_are_the_joined_rows_of_the_devices(parts, order):
     features, labels = np.random.default_rng(0).standard_normal((20, 3)).astype(">f4", order=order), np.arange(20)
     kinds = [np.uint64, *[np.int64] * (len(parts) - 1)]  # which together would be float64
     rows = [np.array(part, kind) for part, kind in zip(parts, kinds, strict=True)]
@@ -77,18 +83,13 @@ def test_data_is_what_the_devices_rows_are_joined(parts, order):
         np.testing.assert_array_equal(getattr(data.train, name), getattr(expected, name))
 
 
-def test_images_are_spread_with_little_memory_beside_the_result():
+def test_images_are_partitioned_with_little_memory_beside_the_result():
     pixels, labels = np.ones((10_000, 784), np.uint8), np.arange(10_000)
-    result, peaks = 4 * pixels.size, []
     tracemalloc.start()
-    features = standardised(pixels)
-    peaks.append(tracemalloc.get_traced_memory()[1])
-    tracemalloc.reset_peak()
-    datasets.federate(features, labels, np.split(labels, 100))
-    peaks.append(tracemalloc.get_traced_memory()[1])
+    gather(pixels, labels, np.split(labels, 100), standardiser(pixels))
+    peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peaks[0] < 1.3 * result
-    assert peaks[1] < 2.3 * result  # the features themselves are among it
+    assert peak < 1.5 * 4 * pixels.size
 
 
 def test_every_device_keeps_a_tenth_for_test():
@@ -99,7 +100,7 @@ def test_every_device_keeps_a_tenth_for_test():
 
 def test_the_fedprox_partition_gives_two_digits_and_a_power_law():
     labels = np.random.default_rng(0).permutation(np.arange(70_000) % 10)
-    parts = two_digits_each(labels, np.random.default_rng(1))
+    parts = two_digits_per_device(labels, np.random.default_rng(1))
     for device, part in enumerate(parts):
         assert set(labels[part].tolist()) == {device % 10, (device + 1) % 10}
     everything = np.concatenate(parts)
@@ -159,8 +160,8 @@ def test_more_devices_than_samples_are_refused(name):
 @pytest.mark.parametrize(
     ("features", "labels", "parts", "message"),
     [
-        (np.zeros(4), np.zeros(4, int), [[0]], "features must be a floating"),
-        (np.zeros((4, 2), int), np.zeros(4, int), [[0]], "features must be a floating"),
+        (np.zeros(4), np.zeros(4, int), [[0]], "features must be floats or uint8"),
+        (np.zeros((4, 2), int), np.zeros(4, int), [[0]], "features must be floats or uint8"),
         (np.zeros((4, 2)), np.zeros(3, int), [[0]], "labels must have shape"),
         (np.zeros((4, 2)), np.zeros(4), [[0]], "labels must be whole numbers"),
         (np.full((4, 2), np.nan), np.zeros(4, int), [[0]], "NaN"),
@@ -190,8 +191,8 @@ EVEN = {"features": np.zeros((4, 2)), "labels": np.array([0, 1, 2, 0]), "parts":
             {"parts": np.array([0, 1, 0, 1])},
             "the samples of device 0 must be indices",
         ),  # whose sample, not whose samples
-        ({"parts": None}, "parts must hold the samples of each device"),
-        ({"parts": 3}, "parts must hold the samples of each device"),
+        ({"parts": None}, "parts must list the samples of each device"),
+        ({"parts": 3}, "parts must list the samples of each device"),
         ({"labels": np.array([0, 1, np.nan, 0])}, "labels must be whole numbers from 0, got float64"),
         ({"labels": np.array(["a", "b", "c", "a"])}, "labels must be whole numbers from 0, got <U1"),
         ({"labels": np.array([0, 1, None, 0])}, "labels must be whole numbers from 0, got object"),
@@ -199,7 +200,7 @@ EVEN = {"features": np.zeros((4, 2)), "labels": np.array([0, 1, 2, 0]), "parts":
         ({"labels": np.zeros((4, 1), int)}, r"labels must have shape \(4,\)"),
         ({"labels": [0, [1], 2, 0]}, "labels must be an array"),
         ({"features": [[1.0], [2.0, 3.0], [4.0], [5.0]]}, "features must be an array"),
-        ({"features": np.array([["a"]] * 4)}, "features must be a floating"),
+        ({"features": np.array([["a"]] * 4)}, "features must be floats or uint8"),
         ({"classes": 2}, "classes must be a whole number above the largest label 2, got 2"),
         ({"classes": 3.5}, "classes must be a whole number above the largest label 2"),
         ({"test_share": np.nan}, "test_share must be from 0 to below 1, got nan"),
@@ -207,15 +208,16 @@ EVEN = {"features": np.zeros((4, 2)), "labels": np.array([0, 1, 2, 0]), "parts":
         ({"test_share": "half"}, "test_share must be from 0 to below 1, got 'half'"),
     ],
 )
-def test_what_cannot_be_spread_over_devices_is_named(change, message):
+def test_arguments_that_cannot_be_partitioned_are_named(change, message):
     datasets.federate(**EVEN, classes=3, test_share=0.5)
     with pytest.raises(FedcontextError, match=message):
         datasets.federate(**{**EVEN, **change})
 
 
-def write_leaf(folder, split, users):
+def write_leaf(folder, split, users, counts=None):
     (folder / split).mkdir(parents=True)
-    content = {"users": list(users), "num_samples": [len(u["y"]) for u in users.values()], "user_data": users}
+    counts = [len(user["y"]) for user in users.values()] if counts is None else counts
+    content = {"users": list(users), "num_samples": counts, "user_data": users}
     (folder / split / "all.json").write_text(json.dumps(content))
 
 
@@ -237,8 +239,8 @@ def test_leaf_folders_load(tmp_path):
     [
         ("{", "not LEAF JSON"),
         ('{"users": ["a"]}', "not LEAF JSON"),
-        ('{"users": ["a"], "user_data": {"a": {"x": [[1, 2], [3]], "y": [0, 1]}}}', "user a"),
-        ('{"users": ["a"], "user_data": {"a": {"x": [["one"]], "y": [0]}}}', "user a"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[1, 2], [3]], "y": [0, 1]}}}', "user 'a'"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [["one"]], "y": [0]}}}', "user 'a'"),
         (
             '{"users": ["a", "b"], "user_data": {"a": {"x": [[1]], "y": [0]}, "b": {"x": [[1, 2]], "y": [0]}}}',
             "different numbers of features",
@@ -277,7 +279,7 @@ def no_data(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_without_files_the_error_says_the_three_ways(no_data):
+def test_without_files_the_error_says_what_to_do(no_data):
     with pytest.raises(FedcontextError) as error:
         files.find("mnist")
     for way in ("fedcontext data fetch mnist", "FEDCONTEXT_DATA", "mnist.npz", str(no_data)):
@@ -285,13 +287,13 @@ def test_without_files_the_error_says_the_three_ways(no_data):
 
 
 def test_the_users_directory_is_searched_before_the_cache(no_data, monkeypatch):
-    files.cache().mkdir(parents=True)
-    (files.cache() / "mnist.npz").touch()
-    assert files.where("mnist") == files.cache() / "mnist.npz"
+    files.cache_folder().mkdir(parents=True)
+    (files.cache_folder() / "mnist.npz").touch()
+    assert files.where("mnist") == files.cache_folder() / "mnist.npz"
     own = no_data / "own"
     own.mkdir()
     monkeypatch.setenv(files.VARIABLE, str(own))
-    assert files.where("mnist") == files.cache() / "mnist.npz"
+    assert files.where("mnist") == files.cache_folder() / "mnist.npz"
     (own / "mnist.npz").touch()
     assert files.where("mnist") == own / "mnist.npz"
 
@@ -322,7 +324,7 @@ def test_a_download_is_kept_only_if_its_hash_is_right(publisher):
     publish("mnist", folder / "mnist.npz", sha256="0" * 64)
     with pytest.raises(FedcontextError, match="SHA-256 must be 0000"):
         files.fetch("mnist")
-    assert list(files.cache().iterdir()) == []
+    assert list(files.cache_folder().iterdir()) == []
     publish("mnist", folder / "mnist.npz")
     seen = []
     path = files.fetch("mnist", lambda done, total: seen.append((done, total)))
@@ -364,9 +366,11 @@ def test_the_published_femnist_archive_is_unpacked_and_loads(publisher):
     ("arrays", "message"),
     [
         ({"x": np.zeros((2, 28, 28), np.uint8)}, "lacks y"),
-        ({"x": np.zeros((2, 27, 28), np.uint8), "y": np.zeros(2)}, "x must be numbers of shape"),
-        ({"x": np.zeros((2, 28, 28), np.uint8), "y": np.zeros(3)}, "different lengths"),
-        ({"x": np.zeros((2, 28, 28), np.uint8), "y": np.array([{}, {}])}, "y must be numbers of shape"),
+        ({"x": np.zeros((2, 27, 28), np.uint8), "y": np.zeros(2, int)}, "x must be uint8 of shape"),
+        ({"x": np.zeros((2, 28, 28)), "y": np.zeros(2, int)}, "x must be uint8 of shape"),
+        ({"x": np.zeros((2, 28, 28), np.uint8), "y": np.zeros(3, int)}, "different lengths"),
+        ({"x": np.zeros((2, 28, 28), np.uint8), "y": np.zeros(2)}, "y must be integers of shape"),
+        ({"x": np.zeros((2, 28, 28), np.uint8), "y": np.array([{}, {}])}, "y must be integers of shape"),
     ],
 )
 def test_files_are_checked_before_they_are_loaded(tmp_path, arrays, message):
@@ -379,3 +383,285 @@ def test_a_file_that_is_no_archive_is_named(tmp_path):
     (tmp_path / "data.npz").write_bytes(b"not a zip")
     with pytest.raises(FedcontextError, match=r"data\.npz: not readable"):
         files.read_arrays(tmp_path / "data.npz", {"x": (-1,)})
+
+
+def small_images(count=6):
+    random = np.random.default_rng(0)
+    return random.integers(0, 256, (count, 28, 28), dtype=np.uint8), np.arange(count) % 3
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (6, 2, 4), (6, 2, 2, 2)])
+def test_images_are_flattened_and_bytes_scaled_to_one(shape):
+    pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    data = datasets.federate(pixels, np.arange(6) % 3, [[0, 2, 4], [5, 3, 1]], test_share=0)
+    assert data.train.features.dtype == np.float32
+    np.testing.assert_allclose(data.train.features, pixels.reshape(6, -1)[[0, 2, 4, 5, 3, 1]] / 255, rtol=1e-6)
+    floats = datasets.federate(pixels / 255, np.arange(6) % 3, [[0, 2, 4], [5, 3, 1]], test_share=0)
+    np.testing.assert_array_equal(floats.train.features, pixels.reshape(6, -1)[[0, 2, 4, 5, 3, 1]] / 255)
+
+
+def test_cpu_tensors_are_taken_as_arrays():
+    torch = pytest.importorskip("torch")
+    pixels, labels = small_images()
+    parts = datasets.shards(torch.from_numpy(labels), 3, np.random.default_rng(0))
+    expected = datasets.federate(pixels, labels, parts)
+    data = datasets.federate(torch.from_numpy(pixels), torch.from_numpy(labels), list(map(torch.from_numpy, parts)))
+    np.testing.assert_array_equal(data.train.features, expected.train.features)
+    with pytest.raises(FedcontextError, match=r"features must be an array, got Tensor: .*grad"):
+        datasets.federate(torch.zeros(6, 2, requires_grad=True), labels, parts)
+
+
+@pytest.fixture
+def writers(tmp_path, monkeypatch):
+    """Return a function that writes a FEMNIST file; the cache of prepared data is in the same folder."""
+    monkeypatch.setenv(files.VARIABLE, str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(cache.SWITCH, raising=False)
+    pixels, labels = small_images(12)
+
+    def write(**change):
+        arrays = {"x": pixels, "y": labels, "writer": np.repeat([4, 7], 6), "is_test": np.arange(12) % 6 == 5}
+        np.savez_compressed(tmp_path / "femnist.npz", **(arrays | change))
+
+    write()
+    return write
+
+
+def load(name="femnist", seed=0):
+    return datasets.load_dataset.__wrapped__(name, seed)
+
+
+def assert_same(one: FederatedData, other: FederatedData):
+    assert (one.name, one.classes) == (other.name, other.classes)
+    for mine, its in ((one.train, other.train), (one.test, other.test)):
+        for array in ("features", "labels", "offsets"):
+            left, right = getattr(mine, array), getattr(its, array)
+            assert left.dtype == right.dtype
+            assert left.flags.writeable
+            np.testing.assert_array_equal(left, right)
+
+
+def entries():
+    return sorted(path.name for path in cache.prepared_folder().glob("*"))
+
+
+def built_again(monkeypatch):
+    """Return a list that grows each time arrays are read from the original file."""
+    reads, read = [], files.read_arrays
+    monkeypatch.setattr(
+        sys.modules["fedcontext.datasets.femnist"], "read_arrays", lambda *a: reads.append(1) or read(*a)
+    )
+    return reads
+
+
+def test_prepared_data_are_the_same_from_the_cache(writers, monkeypatch):
+    reads = built_again(monkeypatch)
+    first, second = load(), load()
+    monkeypatch.setenv(cache.SWITCH, "0")
+    assert_same(first, second)
+    assert_same(first, load())
+    assert len(reads) == 2  # the first time, and without the cache
+    assert len(entries()) == 1
+
+
+@pytest.mark.data("mnist")
+def test_mnist_is_the_same_from_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    built, cached = load("mnist", seed=1), load("mnist", seed=1)
+    assert len(entries()) == 1
+    assert_same(built, cached)
+    shutil.rmtree(cache.prepared_folder())  # 220 MB
+
+
+def test_writing_to_cached_arrays_changes_no_file(writers):
+    load()
+    changed = load()
+    changed.train.features[:] = 7
+    assert load().train.features.max() <= 1
+
+
+def test_another_source_file_is_not_served_from_the_cache(writers):
+    before = load()
+    writers(y=np.arange(12) % 4)
+    assert load().train.labels.max() == 3 > before.train.labels.max()
+
+
+DAMAGE = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-8]),
+    "empty": lambda path: path.write_bytes(b""),
+    "missing": lambda path: path.unlink(),
+    "not an array": lambda path: path.write_text("hello"),
+    "pickled": lambda path: np.save(path, np.array([{}]), allow_pickle=True),
+    "other type": lambda path: np.save(path, np.load(path).astype(np.float16)),
+    "other shape": lambda path: np.save(path, np.load(path)[:-1]),
+    "other values": lambda path: np.save(path, np.load(path) - 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("damage", "array"),
+    [
+        (damage, array)
+        for damage in DAMAGE
+        for array in ("train_features", "test_labels", "train_offsets")
+        if (damage, array) != ("other values", "train_features")  # any number may be a feature
+    ],
+)
+def test_a_damaged_entry_is_rebuilt_with_a_warning(writers, damage, array):
+    expected, (entry,) = load(), entries()
+    DAMAGE[damage](cache.prepared_folder() / entry / f"{array}.npy")
+    with pytest.warns(UserWarning, match="damaged cache entry is rebuilt"):
+        assert_same(load(), expected)
+    assert entries() == [entry]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(load(), expected)
+
+
+def test_without_a_writable_cache_nothing_is_said(writers, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load().population == 2
+
+
+def test_the_cache_keeps_few_entries_and_no_scraps(writers):
+    for top in range(1, cache.MAX_ENTRIES + 3):
+        writers(y=np.arange(12) % top)
+        load()
+    assert len(entries()) == cache.MAX_ENTRIES
+    assert all(name.startswith("femnist-") for name in entries())
+
+
+def test_processes_may_fill_the_cache_at_the_same_time(writers):
+    code = "import fedcontext as fc; print(float(fc.load_dataset('femnist').train.features.sum(dtype=float)))"
+    running = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    printed = [process.communicate()[0] for process in running]
+    assert [float(text) for text in printed] == [load().train.features.sum(dtype=float)] * 3
+    assert len(entries()) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"y": np.full(12, 62)}, "y must be from 0 to 61"),
+        ({"is_test": np.ones(12, bool)}, "with a training sample of some writer"),
+        (
+            {name: np.zeros((0, 28, 28) if name == "x" else 0, np.uint8) for name in ("x", "y", "writer", "is_test")},
+            "training sample",
+        ),
+    ],
+)
+def test_femnist_files_with_wrong_values_are_named(writers, change, message):
+    writers(**change)
+    with pytest.raises(FedcontextError, match=message):
+        load()
+
+
+def test_mnist_with_too_few_samples_of_a_digit_is_named():
+    with pytest.raises(FedcontextError, match="at least 1000 of each"):
+        two_digits_per_device(np.zeros(70_000, int), np.random.default_rng(0))
+
+
+def short_error(call, match):
+    """Assert that a call raises a short FedcontextError and allocates little memory."""
+    tracemalloc.start()
+    with pytest.raises(FedcontextError, match=match) as error:
+        call()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(str(error.value)) < 500
+    assert peak < 100e6
+
+
+LEAF_USER = {"x": [[1, 2, 3]] * 4, "y": [0, 1, 2, 0]}
+
+
+@pytest.mark.parametrize(
+    ("user", "message"),
+    [
+        ({"y": [0, 1, 2, 0.9]}, "user 'a': y must be whole numbers"),
+        ({"y": ["cat"] * 4}, "user 'a': y must be whole numbers"),
+        ({"y": ["word " * 1000] * 4}, "user 'a': y must be whole numbers"),
+        ({"y": [0, 1, 2, 10**30]}, "user 'a': y must be whole numbers"),
+        ({"y": [0, 1, 2, float("nan")]}, "user 'a': y must be whole numbers"),
+        ({"y": [0, 1, 2, None]}, "user 'a': y must be whole numbers"),
+        ({"y": 3}, "not LEAF JSON"),
+        ({"y": [0, 1, 2, 0, 1, 2]}, "user 'a' has 4 x and 6 y"),
+        ({"x": ["long text " * 1000] * 4}, "user 'a': x: could not convert"),
+        ({"x": [[1e300, 0, 0]] * 4}, "user 'a': x: features have NaN or infinite"),
+        ({"x": [[], [], [], []]}, "user 'a': x: features must not be empty"),
+    ],
+)
+def test_leaf_users_with_wrong_samples_are_named(tmp_path, user, message):
+    for split in ("train", "test"):
+        write_leaf(tmp_path, split, {"a": LEAF_USER | user}, counts=[4] if user.get("y") == 3 else None)
+    short_error(lambda: load(f"leaf:{tmp_path}"), message)
+
+
+def test_leaf_labels_may_be_whole_floats(tmp_path):
+    for split in ("train", "test"):
+        write_leaf(tmp_path, split, {"a": LEAF_USER | {"y": [0.0, 1.0, 2.0, 0.0]}})
+    assert load(f"leaf:{tmp_path}").train.labels.tolist() == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("counts", [[3], [4, 4], ["four"], 4])
+def test_a_wrong_num_samples_is_named(tmp_path, counts):
+    for split in ("train", "test"):
+        write_leaf(tmp_path, split, {"a": LEAF_USER}, counts=counts)
+    short_error(lambda: load(f"leaf:{tmp_path}"), "num_samples|not LEAF JSON")
+
+
+def test_a_leaf_user_in_two_files_is_named(tmp_path):
+    for split in ("train", "test"):
+        write_leaf(tmp_path, split, {"a": LEAF_USER})
+    (tmp_path / "train" / "more.json").write_text((tmp_path / "train" / "all.json").read_text())
+    short_error(lambda: load(f"leaf:{tmp_path}"), "user 'a' occurs twice")
+
+
+def test_deeply_nested_leaf_json_is_named(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "all.json").write_text("[" * 100_000)
+    short_error(lambda: load(f"leaf:{tmp_path}"), "not LEAF JSON")
+
+
+def npz_with_header(path, shape, content=b""):
+    """Write an .npz whose one array x claims a shape, whatever its content."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.npy", header.getvalue() + content)
+
+
+def test_an_npz_that_claims_too_much_is_refused_before_memory_is_taken(tmp_path):
+    path = tmp_path / "data.npz"
+    for content in (b"", bytes(60_000_000)):  # a wrong header; data that compress by a thousand
+        npz_with_header(path, (2_000_000, 28, 28) if not content else (60_000_000 // 784, 28, 28), content)
+        short_error(lambda: files.read_arrays(path, {"x": (-1, 28, 28)}), "headers claim .* bytes, too many")
+    npz_with_header(path, (-1, 28, 28))
+    short_error(lambda: files.read_arrays(path, {"x": (-1, 28, 28)}), "x must be uint8")
+
+
+def test_a_truncated_npz_is_named(tmp_path):
+    path = tmp_path / "data.npz"
+    np.savez_compressed(path, x=small_images(40)[0])
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 997):
+        path.write_bytes(whole[:length])
+        short_error(lambda: files.read_arrays(path, {"x": (-1, 28, 28)}), "not readable")
+    for place in range(60, len(whole) - 200, 499):  # damaged in the middle
+        path.write_bytes(whole[:place] + bytes(20) + whole[place + 20 :])
+        short_error(lambda: files.read_arrays(path, {"x": (-1, 28, 28)}), "data")
+
+
+def test_a_missing_data_directory_is_named_with_each_path_searched(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(files.VARIABLE, "/nope")
+    with pytest.raises(FedcontextError) as error:
+        load("femnist")
+    for path in ("/nope", str(tmp_path / "fedcontext")):
+        assert f"{path}/femnist_leaf_writers.npz, {path}/femnist.npz" in str(error.value)
+    assert "FEDCONTEXT_DATA=/nope is not a directory" in str(error.value)
+    assert "fedcontext data fetch femnist" in str(error.value)

@@ -197,9 +197,9 @@ def test_a_gradient_nobody_asks_for_is_no_longer_taken_along():
 
 
 @pytest.mark.parametrize("algorithm", fc.ALGORITHMS)
-@pytest.mark.parametrize("k2", [0, 7, "N"])
-def test_every_algorithm_has_the_references_records(algorithm, k2):
-    made = fc.prepare(fc.Experiment(algorithm=algorithm, rounds=4, k2=k2, pool=5))
+@pytest.mark.parametrize("probes", ["cohort", 7, "all"])
+def test_every_algorithm_has_the_references_records(algorithm, probes):
+    made = fc.prepare(fc.Experiment(algorithm=algorithm, rounds=4, probes=probes, pool=5))
     engines = [kind(made.data, np.float64) for kind in (SoftmaxReference, SoftmaxNumba)]
     theirs, ours = (list(dataclasses.replace(made, engine=engine).play()) for engine in engines)
     for (_, expected), (_, record) in zip(theirs, ours, strict=True):

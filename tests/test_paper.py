@@ -1,4 +1,4 @@
-"""The paper's experiments: complete, shared where they can be, and judged from records alone."""
+"""The paper's experiments: complete, sharing runs, with claims checked from records alone."""
 
 from __future__ import annotations
 
@@ -9,66 +9,66 @@ import pytest
 
 import fedcontext as fc
 from fedcontext.paper import document
-from fedcontext.paper.claims import judge
-from fedcontext.paper.experiments import SEEDS, STUDIES, runs_of, study_named
+from fedcontext.paper.claims import check_claims
+from fedcontext.paper.experiments import SEEDS, STUDIES, experiments_of, get_study
 from fedcontext.paper.figures import stages
-from fedcontext.paper.reproduce import carry_out, draw, missing_runs, open_book
+from fedcontext.paper.reproduce import draw_figures, missing_experiments, read_records, run_experiments
 
 
 def test_the_experiments_are_the_papers():
-    variants = runs_of(study_named("variants").lines)
-    assert {run.k2 for run in variants} == {"N", 50, 20, 10, 0}
+    variants = experiments_of(get_study("variants").series)
+    assert {run.probes for run in variants} == {"all", 50, 20, 10, "cohort"}
     assert {run.dataset for run in variants} == {"mnist"}
-    rounds = runs_of(study_named("rounds").lines)
+    rounds = experiments_of(get_study("rounds").series)
     assert {run.dataset for run in rounds} == {"mnist", "femnist", "synthetic-iid", "synthetic-1-1"}
-    everyone = [run for study in STUDIES.values() for run in runs_of(study.lines)]
-    assert all(run.devices_per_round == 10 and run.epochs == (1, 20) for run in everyone)
-    assert {run.seed for run in everyone} == set(SEEDS)
+    experiments = [run for study in STUDIES.values() for run in experiments_of(study.series)]
+    assert all(run.devices_per_round == 10 and run.epochs == (1, 20) for run in experiments)
+    assert {run.seed for run in experiments} == set(SEEDS)
     assert len(SEEDS) >= 3
-    assert {"mean", "samples"} == {run.averaging for run in everyone}
-    assert {"1/lr", "measured"} == {run.smoothness for run in everyone}
+    assert {"mean", "samples"} == {run.averaging for run in experiments}
+    assert {"1/lr", "measured"} == {run.smoothness for run in experiments}
 
 
 def synthetic_study(name):
     """The study with every data set replaced by a generated one, so that it needs no files."""
-    study = study_named(name)
-    lines = [
-        dataclasses.replace(line, settings=tuple(dict(line.settings, dataset="synthetic-iid").items()))
-        for line in study.quick_lines()
-        if line.panel in ("μ = 0.1", "MNIST") and line.label != "K2 = 50"  # there are 30 devices
+    study = get_study(name)
+    series = [
+        dataclasses.replace(each, settings=tuple(dict(each.settings, dataset="synthetic-iid").items()))
+        for each in study.quick_series()
+        if each.panel in ("μ = 0.1", "MNIST") and each.label != "K2 = 50"  # there are 30 devices
     ]
-    return dataclasses.replace(study, lines=tuple(lines))
+    return dataclasses.replace(study, series=tuple(series))
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_every_study_runs_once_and_draws_its_pictures(tmp_path, name):
+def test_every_study_runs_once_and_draws_its_figures(tmp_path, name):
     study = synthetic_study(name)
-    todo = missing_runs(study.lines, tmp_path, quick=True)
+    todo = missing_experiments(study.series, tmp_path, quick=True)
     assert todo
-    carry_out(todo, tmp_path, 1, lambda experiment, record: None)
-    assert missing_runs(study.lines, tmp_path, quick=True) == []
-    pictures = draw(study, open_book(study.lines, tmp_path, quick=True), tmp_path / "figures")
-    assert pictures
-    for path in pictures:
+    run_experiments(todo, tmp_path, 1, lambda experiment, record: None)
+    assert missing_experiments(study.series, tmp_path, quick=True) == []
+    figures = draw_figures(study, read_records(study.series, tmp_path, quick=True), tmp_path / "figures")
+    assert figures
+    for path in figures:
         assert path.read_bytes()[1:4] == b"PNG"
         assert path.with_suffix(".pdf").read_bytes()[:4] == b"%PDF"
 
 
-def test_records_of_another_engine_will_do_and_the_one_asked_for_is_preferred(tmp_path):
+def test_records_of_another_engine_are_accepted_and_those_of_the_one_asked_for_preferred(tmp_path):
     study = synthetic_study("weights")
-    runs = runs_of(study.lines, quick=True)
+    runs = experiments_of(study.series, quick=True)
     other = [dataclasses.replace(run, engine="reference") for run in runs]
     assert all(run.engine == "numba" for run in runs)
-    carry_out(other, tmp_path, 1, lambda experiment, record: None)
-    assert missing_runs(study.lines, tmp_path, quick=True) == []
-    (records, *_) = next(iter(open_book(study.lines, tmp_path, quick=True).values()))
+    run_experiments(other, tmp_path, 1, lambda experiment, record: None)
+    assert missing_experiments(study.series, tmp_path, quick=True) == []
+    (records, *_) = next(iter(read_records(study.series, tmp_path, quick=True).values()))
     assert records == fc.read_run(tmp_path / f"{other[0].name}.jsonl")[1]
-    carry_out(runs, tmp_path, 1, lambda experiment, record: None)
-    (records, *_) = next(iter(open_book(study.lines, tmp_path, quick=True).values()))
+    run_experiments(runs, tmp_path, 1, lambda experiment, record: None)
+    (records, *_) = next(iter(read_records(study.series, tmp_path, quick=True).values()))
     assert records == fc.read_run(tmp_path / f"{runs[0].name}.jsonl")[1]
     (tmp_path / f"{runs[0].name}.jsonl").unlink()
     (tmp_path / f"{other[0].name}.jsonl").unlink()
-    assert missing_runs(study.lines, tmp_path, quick=True) == [runs[0]]
+    assert missing_experiments(study.series, tmp_path, quick=True) == [runs[0]]
 
 
 @pytest.mark.parametrize("losses", [[6, 5, 4, 3, 2, 1], [3, 1, 1], [9, 2, 1, 1, 1, 1], [1, 2, 3, 4], [5, 5, 5]])
@@ -82,22 +82,22 @@ def test_the_three_stages_of_a_run_are_three_rounds(losses):
     assert (shown[0], shown[-1]) == (1, len(run))
 
 
-def made_up_book(contextual_loss, other_loss):
+def made_up_records(contextual_loss, other_loss):
     """Records in which the contextual versions have one loss throughout, and all else another."""
 
-    def run(line):
-        loss = contextual_loss if "contextual" in dict(line.settings)["algorithm"] else other_loss
+    def run(each):
+        loss = contextual_loss if "contextual" in dict(each.settings)["algorithm"] else other_loss
         return [
             fc.RoundRecord(n, loss, 1 - loss / 2, [0, 1], [0.5, 0.1 * n], -0.1, -0.01, 1.0, 1.0, 1.0, 1.0, 1, 1)
             for n in range(1, 25)
         ]
 
-    return {line: [run(line) for _ in SEEDS] for study in STUDIES.values() for line in study.lines}
+    return {each: [run(each) for _ in SEEDS] for study in STUDIES.values() for each in study.series}
 
 
-def test_claims_are_judged_from_the_records():
-    good = {claim.text: claim.verdict for claim in judge(made_up_book(0.2, 1.2))}
-    bad = {claim.text: claim.verdict for claim in judge(made_up_book(1.2, 0.2))}
+def test_claims_are_checked_from_the_records():
+    good = {claim.text: claim.verdict for claim in check_claims(made_up_records(0.2, 1.2))}
+    bad = {claim.text: claim.verdict for claim in check_claims(made_up_records(1.2, 0.2))}
     better = "the contextual versions are always better than FedAvg, FedProx and FOLB: lower loss, higher accuracy"
     assert (good[better], bad[better]) == ("holds", "does not hold")
     faster = "MNIST: 3 times fewer rounds than FedAvg and FedProx at every accuracy level"
@@ -107,11 +107,11 @@ def test_claims_are_judged_from_the_records():
 
 
 def test_the_document_has_every_claim_with_its_numbers(tmp_path, monkeypatch):
-    book = made_up_book(0.2, 1.2)
-    monkeypatch.setattr(document, "open_book", lambda lines, out, quick: book)
-    monkeypatch.setattr(document, "draw", lambda study, book, folder: [])
-    text = document.write(tmp_path, tmp_path / "docs").read_text()
-    for claim in judge(book):
+    index = made_up_records(0.2, 1.2)
+    monkeypatch.setattr(document, "read_records", lambda series, out, quick: index)
+    monkeypatch.setattr(document, "draw_figures", lambda study, index, folder: [])
+    text = document.write_document(tmp_path, tmp_path / "docs").read_text()
+    for claim in check_claims(index):
         assert claim.text in text
-        assert all(finding.numbers in text for finding in claim.findings)
+        assert all(check.numbers in text for check in claim.checks)
     assert np.all([f"reproduce {name}" in text for name in STUDIES])

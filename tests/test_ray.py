@@ -63,9 +63,9 @@ def test_the_number_of_workers_changes_nothing(two, data):
 
 def test_a_device_that_is_not_there_is_refused_before_any_worker_is_asked(two):
     for devices in ([0, 12], [-1]):
-        with pytest.raises(fc.FedcontextError, match=f"no device {devices[-1]}: the data has 12 devices"):
+        with pytest.raises(fc.FedcontextError, match=f"device must be from 0 to 11, got {devices[-1]}"):
             two.train(two.initial_params(), work_of(devices))
-        with pytest.raises(fc.FedcontextError, match=f"no device {devices[-1]}: the data has 12 devices"):
+        with pytest.raises(fc.FedcontextError, match=f"device must be from 0 to 11, got {devices[-1]}"):
             two.gradients(two.initial_params(), np.array(devices))
 
 
@@ -107,7 +107,7 @@ def pids_of(engine):
 
 
 def test_whole_runs_are_those_of_one_machine(cluster, data):
-    settings = {"algorithm": "fedprox-contextual", "rounds": 3, "k2": 4, "devices_per_round": 5}
+    settings = {"algorithm": "fedprox-contextual", "rounds": 3, "probes": 4, "devices_per_round": 5}
     ours, theirs = (list(fc.rounds(data=data, engine=engine, **settings)) for engine in ("ray", "numba"))
     assert ours == theirs
 

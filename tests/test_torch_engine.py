@@ -174,10 +174,17 @@ def test_logistic_regression_matches_the_reference_engine_to_rounding(vectorize,
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedprox", "folb", "fedavg-contextual", "fedprox-expected"])
-@pytest.mark.parametrize("k2", [0, "N"])
-def test_whole_runs_match_the_reference_engine(algorithm, k2):
+@pytest.mark.parametrize("probes", ["cohort", "all"])
+def test_whole_runs_match_the_reference_engine(algorithm, probes):
     data = some_data(sizes=range(1, 40, 3))
-    settings = {"algorithm": algorithm, "rounds": 3, "devices_per_round": 5, "epochs": (1, 3), "k2": k2, "pool": 4}
+    settings = {
+        "algorithm": algorithm,
+        "rounds": 3,
+        "devices_per_round": 5,
+        "epochs": (1, 3),
+        "probes": probes,
+        "pool": 4,
+    }
     settings |= {"learning_rate": 0.1, "data": data}
     theirs = list(fc.rounds(**settings, engine="reference"))
     ours = list(fc.rounds(**settings, engine="torch", model="logistic", device="cpu"))
@@ -359,7 +366,13 @@ def test_the_module_given_is_never_changed():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_runs_by_its_name(model):
-    settings = {"algorithm": "fedavg-contextual", "rounds": 2, "epochs": (1, 1), "devices_per_round": 2, "k2": 0}
+    settings = {
+        "algorithm": "fedavg-contextual",
+        "rounds": 2,
+        "epochs": (1, 1),
+        "devices_per_round": 2,
+        "probes": "cohort",
+    }
     experiment = fc.Experiment(**settings, model=model, device="cpu", learning_rate=0.05)
     assert experiment.engine == "torch"
     records = [record for _, record in fc.prepare(experiment, some_data(sizes=(6, 5, 4), dimension=144)).play()]

@@ -10,16 +10,14 @@ import numpy as np
 from harness import BATCH, CLASSES, RATE, arguments, play
 
 import fedcontext as fc
-from fedcontext.datasets.federated import FederatedData, Split, aligned
+from fedcontext.datasets.federated import FederatedData, Split
 from fedcontext.engines.base import Work, engine_named
 from fedcontext.local_sgd import sgd
 
 
 class Fedcontext:
     def __init__(self, work, engine, door):
-        features = aligned(work.features.shape, work.features.dtype)
-        features[:] = work.features
-        train = Split(features, work.labels, work.offsets)
+        train = Split(work.features, work.labels, work.offsets)
         self.work, self.engine_name, self.door = work, engine, door
         self.data = FederatedData(
             "mnist", train, Split(train.features[:0], train.labels[:0], 0 * work.offsets), CLASSES

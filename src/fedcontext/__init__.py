@@ -1,66 +1,64 @@
-"""Federated learning with contextual aggregation: the weights with the lowest bound on the loss, every round."""
+"""Aggregation rules for federated learning: the server decides from updates and gradients how far to move and where.
 
-from fedcontext.aggregation import Aggregation, aggregate
-from fedcontext.algorithms import ALGORITHMS, Algorithm, Hyperparameters, contextual_version, expected_version
-from fedcontext.arrays.memmap import mapped
-from fedcontext.datasets import FederatedData, federate, load_dataset
-from fedcontext.errors import FedcontextError, MissingExtra
-from fedcontext.experiment import Experiment
-from fedcontext.fleet import PROFILES, Fleet, Profile, Spread, make_fleet
-from fedcontext.geometry import Geometry, Report
-from fedcontext.memory import MemorySettings, contextual_memory
-from fedcontext.plan import RoundPlan, plan_round
-from fedcontext.records import RoundRecord, read_run
-from fedcontext.results.export import load_runs
-from fedcontext.rules import Rule, SumRule, bound, by_samples, contextual, expected_contextual, folb, mean, stateless
-from fedcontext.simulation import Simulation, State, Trained, prepare, simulate, train
-from fedcontext.sums import Sums
+Names are imported on first use, so that ``import fedcontext`` is fast. Type checkers read them in ``__init__.pyi``.
+"""
+
+from importlib import import_module
+
 from fedcontext.version import __version__
 
-__all__ = [
-    "ALGORITHMS",
-    "PROFILES",
-    "Aggregation",
-    "Algorithm",
-    "Experiment",
-    "FedcontextError",
-    "FederatedData",
-    "Fleet",
-    "Geometry",
-    "Hyperparameters",
-    "MemorySettings",
-    "MissingExtra",
-    "Profile",
-    "Report",
-    "RoundPlan",
-    "RoundRecord",
-    "Rule",
-    "Simulation",
-    "Spread",
-    "State",
-    "SumRule",
-    "Sums",
-    "Trained",
-    "__version__",
-    "aggregate",
-    "bound",
-    "by_samples",
-    "contextual",
-    "contextual_memory",
-    "contextual_version",
-    "expected_contextual",
-    "expected_version",
-    "federate",
-    "folb",
-    "load_dataset",
-    "load_runs",
-    "make_fleet",
-    "mapped",
-    "mean",
-    "plan_round",
-    "prepare",
-    "read_run",
-    "simulate",
-    "stateless",
-    "train",
-]
+EXPORTS = {
+    "aggregation": ["Aggregation", "aggregate"],
+    "algorithms": [
+        "ALGORITHMS",
+        "Algorithm",
+        "Hyperparameters",
+        "contextual_version",
+        "expected_version",
+        "memory_version",
+    ],
+    "arrays.memmap": ["mapped"],
+    "codec": ["Codec"],
+    "datasets": ["FederatedData", "federate", "load_dataset"],
+    "errors": ["FedcontextError", "MissingExtra"],
+    "experiment": ["Experiment"],
+    "fleet": ["PROFILES", "Fleet", "Profile", "Spread", "make_fleet"],
+    "geometry": ["Geometry", "Report"],
+    "local_sgd": ["LocalSGD"],
+    "memory": ["MemorySettings", "contextual_memory"],
+    "plan": ["RoundPlan", "plan_round"],
+    "records": ["RoundRecord", "read_run", "write_records"],
+    "results.export": ["load_runs"],
+    "rules": [
+        "Rule",
+        "SumRule",
+        "bound",
+        "by_samples",
+        "contextual",
+        "expected_contextual",
+        "folb",
+        "mean",
+        "stateless",
+    ],
+    "server": ["ServerOptimizer", "fedadagrad", "fedadam", "fedavgm", "fedyogi"],
+    "simulation": ["Simulation", "State", "Trained", "prepare", "simulate", "train"],
+    "sums": ["Sums"],
+}
+MODULES = ["presets", "runner"]  # public modules
+
+_module_of = {name: module for module, names in EXPORTS.items() for name in names}
+__all__ = [*_module_of, *MODULES, "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> object:
+    if name in MODULES:
+        return import_module(f"fedcontext.{name}")
+    if name not in _module_of:
+        raise AttributeError(f"module 'fedcontext' has no attribute {name!r}")
+    value = getattr(import_module(f"fedcontext.{_module_of[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""The errors a caller can make. Each message names the thing, what was expected and what came."""
+"""Errors of callers. Each message names the thing, the expectation and the value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 class FedcontextError(ValueError):
-    """Something asked for or handed in cannot be used; nothing was changed.
+    """Invalid input or settings; nothing was changed.
 
     >>> raise FedcontextError("smoothness must be positive, got -1")
     Traceback (most recent call last):
@@ -17,11 +17,11 @@ class FedcontextError(ValueError):
 
 
 class MissingExtra(FedcontextError, ImportError):
-    """An optional library is needed and not installed."""
+    """An optional library is needed but not installed."""
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Return the imported optional ``module``, or name the extra that brings it.
+    """Return the optional ``module``, or raise an error that names the extra to install.
 
     >>> require("json", extra="plot").__name__
     'json'
@@ -31,7 +31,7 @@ def require(module: str, extra: str) -> ModuleType:
     fedcontext.errors.MissingExtra: no_such_module is not installed: pip install 'fedcontext[plot]'
     """
     try:
-        importlib.import_module(module.partition(".")[0])  # whose name is the one to complain about
+        importlib.import_module(module.partition(".")[0])  # so that the error names the library
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise MissingExtra(f"{error.name or module} is not installed: pip install 'fedcontext[{extra}]'") from error
@@ -40,7 +40,7 @@ def require(module: str, extra: str) -> ModuleType:
 
 
 def positive(name: str, value: float) -> float:
-    """Return ``value`` if it is a finite number above zero.
+    """Return ``value`` as a float if it is finite and above zero.
 
     >>> positive("smoothness", 2)
     2.0

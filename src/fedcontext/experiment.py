@@ -1,137 +1,169 @@
-"""Everything that defines a run: the settings, their published defaults, and the TOML file that repeats it."""
+"""The settings of a run. `Experiment` is the one place for their defaults, checks and help texts."""
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import re
-import tomllib
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from fedcontext.algorithms import ALGORITHMS, Averaging
-from fedcontext.errors import FedcontextError, positive
+from fedcontext.datasets import NAMES
+from fedcontext.engines.base import ENGINES
+from fedcontext.errors import FedcontextError
+from fedcontext.fleet import PROFILES
+from fedcontext.settings import integer, integer_range, number, one_of, setting, text
+from fedcontext.toml import read_toml
 
-# Learning rates and rounds published with FedProx for each data set; a LEAF folder gets FEMNIST's.
-LEARNING_RATES = {"synthetic": 0.01, "mnist": 0.03, "femnist": 0.003, "leaf": 0.003}
-WHOLE = {"seed": 0, "data_seed": 0, "rounds": 1, "devices_per_round": 1, "batch_size": 1, "eval_every": 1}  # least
-NUMBERS = ("mu", "deadline", "over_select", "momentum", "weight_decay", "clip")
+# Rounds and learning rates published with FedProx for each data set; a LEAF folder gets FEMNIST's.
 ROUNDS = {"synthetic": 200, "mnist": 100, "femnist": 200, "leaf": 200}
+LEARNING_RATES = {"synthetic": 0.01, "mnist": 0.03, "femnist": 0.003, "leaf": 0.003}
+PUBLISHED = "as published for the data set"
+AVERAGING = one_of(("mean", "samples"))
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One run: a data set, an algorithm and all that decides what happens. Defaults are the paper's.
+    """One run: the data set, the algorithm and everything else that decides its result.
 
     >>> Experiment(dataset="mnist").learning_rate
     0.03
+    >>> Experiment(smoothness="steep")
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: smoothness must be a positive number, 1/lr or measured, got 'steep'
     """
 
-    dataset: str = "synthetic-1-1"
-    algorithm: str = "fedavg-contextual"
-    rounds: int = None  # type: ignore[assignment]  # None, until it is settled: as published for the data set
-    seed: int = 0
-    data_seed: int = 0
-    devices_per_round: int = 10
-    probes: int | Literal["cohort", "all"] = "all"
-    pool: int | Literal["all"] = "all"  # devices beside the cohort for the expected rules; N: full participation
-    epochs: tuple[int, int] = (1, 20)
-    batch_size: int = 10
-    learning_rate: float = None  # type: ignore[assignment]  # likewise
-    mu: float = 0.1
-    smoothness: float | str = "1/lr"
-    averaging: Averaging = "mean"
-    probe_averaging: Averaging = "samples"
-    fleet: str = "edge"
-    deadline: float = 0.0  # seconds; 0: wait for everyone
-    over_select: float = 0.0
-    eval_every: int = 1
-    engine: str = "auto"  # fast where its extra is installed, else reference; module for other models
-    model: str = "softmax"  # logistic (the same), mlp, cnn-small, cnn or resnet18: engine "torch"
-    momentum: float = 0.0  # this and the next two: for the module engine
-    weight_decay: float = 0.0
-    clip: float = 0.0  # the largest norm of a batch's gradient; 0: any
-    device: str = "auto"  # where that engine computes: cpu, cuda; auto is a GPU where there is one
+    dataset: str = setting("synthetic-1-1", text("NAME"), f"Data set: {', '.join(NAMES)}")
+    algorithm: str = setting(
+        "fedavg-contextual", one_of(ALGORITHMS, "NAME"), "Algorithm; `fedcontext algorithms` lists all"
+    )
+    rounds: int = setting(None, integer(1), "Number of rounds", default_text=PUBLISHED, aliases=("num_rounds",))
+    seed: int = setting(0, integer(0), "Seed of device selection, local epochs, batch order and fleet")
+    data_seed: int = setting(0, integer(0), "Seed of generating or partitioning the data")
+    devices_per_round: int = setting(
+        10, integer(1), "Devices that train in each round (K)", aliases=("k", "cohort", "clients_per_round")
+    )
+    probes: int | Literal["cohort", "all"] = setting(
+        "all",
+        integer(1, "cohort", "all"),
+        "Devices that report their gradient in each round (K2); cohort is the devices that train",
+        aliases=("k2", "K2"),
+    )
+    pool: int | Literal["all"] = setting(
+        "all", integer(0, "all"), "Devices that train beside the cohort, for the expected rules"
+    )
+    epochs: tuple[int, int] = setting(
+        (1, 20), integer_range(1), "Local epochs, fixed or drawn uniformly from a range", aliases=("local_epochs",)
+    )
+    batch_size: int = setting(10, integer(1), "Mini-batch size of local SGD")
+    learning_rate: float = setting(
+        None, number(positive=True), "Learning rate of local SGD", default_text=PUBLISHED, aliases=("lr",)
+    )
+    mu: float = setting(0.1, number(), "Proximal constant μ of FedProx and FOLB", aliases=("proximal_mu",))
+    server_learning_rate: float | Literal["default"] = setting(
+        "default",
+        number("default", positive=True),
+        "Factor of the server's step; the default is 0.1 for FedAdagrad, FedAdam and FedYogi, else 1",
+        aliases=("server_lr", "eta"),
+    )
+    server_momentum: float = setting(
+        0.9, number(), "Momentum of FedAvgM, β₁ of FedAdam and FedYogi", aliases=("beta1", "beta_1")
+    )
+    smoothness: float | str = setting(
+        "1/lr",
+        number("1/lr", "measured", positive=True),
+        "Smoothness β of the bound; 1/lr is the paper's choice, measured is the largest curvature of the loss",
+        aliases=("beta",),
+    )
+    averaging: Averaging = setting(
+        "mean", AVERAGING, "Averaging of updates in FedAvg and FedProx: plain mean, or by sample counts"
+    )
+    probe_averaging: Averaging = setting(
+        "samples", AVERAGING, "Averaging of the probes' gradients: plain mean, or by sample counts"
+    )
+    fleet: str = setting("edge", one_of(PROFILES), "Speeds and links of the devices")
+    deadline: float = setting(0, number(), "Seconds after which a round ends; 0 waits for every device")
+    over_select: float = setting(0, number(), "Fraction of additional devices to select; the first replies are kept")
+    eval_every: int = setting(1, integer(1), "Evaluate every n-th round and the last")
+    engine: str = setting(
+        "auto",
+        one_of(("auto", *ENGINES)),
+        "Training engine; auto is torch for deep models and GPUs, else numba if installed, else reference",
+    )
+    model: str = setting(
+        "softmax", text(), "Model: softmax, logistic (the same), or with engine torch mlp, cnn-small, cnn or resnet18"
+    )
+    momentum: float = setting(0, number(), "Momentum of local SGD (engine torch)")
+    weight_decay: float = setting(0, number(), "Weight decay of local SGD (engine torch)")
+    clip: float = setting(0, number(), "Largest norm of a batch's gradient (engine torch); 0 disables clipping")
+    device: str = setting(
+        "auto", text(), "Compute device of engine torch: cpu, cuda, or auto for a GPU if there is one"
+    )
 
     def __post_init__(self) -> None:
-        for name, value in _settled(self).items():
-            object.__setattr__(self, name, value)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is None and each.default is None:
+                value = _published(each.name, self.dataset)
+            object.__setattr__(self, each.name, each.metadata["check"](each.name, value))
+        if self.engine == "auto":
+            object.__setattr__(self, "engine", _engine_for(self.model, self.device))
 
     @property
     def name(self) -> str:
-        """Return what files of this run are called: other settings, another name."""
+        """Return the name of this run's files, which differs between different settings."""
         chosen = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
         digest = hashlib.sha256(repr(chosen).encode()).hexdigest()[:8]
         return f"{re.sub('[^A-Za-z0-9.]+', '-', self.dataset)}-{self.algorithm}-seed{self.seed}-{digest}"
 
 
-def settings_from_toml(path: Path) -> dict[str, Any]:
-    """Return the settings that a TOML file gives, checked against the names of `Experiment`'s fields."""
-    try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise FedcontextError(f"{path}: cannot be read ({error})") from None
-    known = {field.name for field in fields(Experiment)} | {"algorithms", "seeds"}
-    if unknown := settings.keys() - known:
-        raise FedcontextError(
-            f"{path}: unknown settings {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}"
-        )
+SETTINGS = tuple(each.name for each in fields(Experiment))
+
+
+def experiment_from(settings: Mapping[str, Any]) -> Experiment:
+    """Return the experiment with these settings, after checking their names.
+
+    >>> experiment_from({"dataset": "mnist", "rounds": "5"}).rounds
+    5
+    """
+    check_names(settings)
+    return Experiment(**settings)
+
+
+def check_names(names: Collection[str], known: Collection[str] = SETTINGS, source: str = "") -> None:
+    """Raise an error for a name that is not a setting, with the nearest one and the list of all.
+
+    >>> check_names(["lr"])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: unknown setting 'lr', did you mean learning_rate? The settings are dataset, ...
+    """
+    meant = {alias: each.name for each in fields(Experiment) for alias in (each.name, *each.metadata["aliases"])}
+    for name in names:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, {**dict.fromkeys(known), **meant}, n=1)
+            hint = f", did you mean {meant.get(nearest[0], nearest[0])}?" if nearest else "."
+            raise FedcontextError(f"{source}unknown setting {name!r}{hint} The settings are {', '.join(known)}")
+
+
+def settings_from_toml(path: Path, known: Collection[str] = SETTINGS) -> dict[str, Any]:
+    """Return the settings in a TOML file, their names checked."""
+    settings = read_toml(path)
+    check_names(settings, known, source=f"{path}: ")
     return settings
 
 
-def _settled(given: Experiment) -> dict[str, Any]:
-    """Return every setting in its plain form, or refuse it: 'auto' and None resolved, ranges and numbers read."""
-    settings = {field.name: getattr(given, field.name) for field in fields(given)}
-    for name in ("dataset", "algorithm", "fleet", "engine", "model", "device"):
-        if not isinstance(settings[name], str):
-            raise FedcontextError(f"{name} must be a word, got {settings[name]!r}")
-    if given.algorithm not in ALGORITHMS:
-        raise FedcontextError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {given.algorithm!r}")
-    for name in ("averaging", "probe_averaging"):
-        if settings[name] not in ("mean", "samples"):
-            raise FedcontextError(f"{name} must be mean or samples, got {settings[name]!r}")
-    kind = given.dataset.split("-")[0].split(":")[0]
-    for name, published, else_ in (("rounds", ROUNDS, 100), ("learning_rate", LEARNING_RATES, 0.01)):
-        if settings[name] is None:
-            settings[name] = published.get(kind, else_)
-    if given.engine == "auto":
-        deep = given.model not in ("softmax", "logistic") or given.device not in ("auto", "cpu")
-        settings["engine"] = "torch" if deep else "numba" if find_spec("numba") else "reference"
-    settings |= {name: _whole(name, settings[name], least) for name, least in WHOLE.items()}
-    settings |= {name: _number(name, settings[name]) for name in NUMBERS}
-    settings |= {
-        name: _whole(name, settings[name], 0) for name in ("probes", "pool") if settings[name] not in ("all", "cohort")
-    }
-    settings["learning_rate"] = positive("learning_rate", settings["learning_rate"])
-    if settings["smoothness"] not in ("1/lr", "measured"):
-        settings["smoothness"] = positive("smoothness", settings["smoothness"])
-    return settings | {"epochs": _range(given.epochs)}
+def _published(name: str, dataset: str) -> float:
+    kind = re.split("[-:]", dataset)[0]
+    return ROUNDS.get(kind, 100) if name == "rounds" else LEARNING_RATES.get(kind, 0.01)
 
 
-def _range(given: Any) -> tuple[int, int]:
-    """Return the lowest and the highest number of epochs: of a pair, a number, or a text like 1..20."""
-    low, _, high = given.partition("..") if isinstance(given, str) else (given, "", given)
-    pair = tuple(given) if isinstance(given, list | tuple) else (low, high or low)
-    if len(pair) != 2:
-        raise FedcontextError(f"epochs must be a number or a range like 1..20, got {given!r}")
-    bounds = _whole("epochs", pair[0], 1), _whole("epochs", pair[1], 1)
-    if bounds[0] > bounds[1]:
-        raise FedcontextError(f"epochs must be a range like 1..20 with 1 <= low <= high, got {bounds[0]}..{bounds[1]}")
-    return bounds
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-    try:
-        number = int(value) if isinstance(value, int | str) and not isinstance(value, bool) else None
-    except ValueError:
-        number = None
-    if number is None or number < least:
-        raise FedcontextError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    return number
-
-
-def _number(name: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
-        raise FedcontextError(f"{name} must be 0 or more, got {value!r}")
-    return float(value)
+def _engine_for(model: str, device: str) -> str:
+    if model not in ("softmax", "logistic") or device not in ("auto", "cpu"):
+        return "torch"
+    return "numba" if find_spec("numba") else "reference"

@@ -1,4 +1,4 @@
-"""Device speeds and links: whose replies arrive in time, and what a round costs in seconds and bytes."""
+"""Device speeds and network links: which devices reply in time, and what a round costs in seconds and bytes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fedcontext.plan import IntArray, RoundPlan, Stream, generator
 
 @dataclass(frozen=True)
 class Spread:
-    """A log-normal distribution: half of the devices are below the median, sigma says how far they spread."""
+    """A log-normal distribution, median · exp(sigma · N(0, 1))."""
 
     median: float
     sigma: float = 0.0
 
     def draw(self, random: np.random.Generator, count: int) -> FloatArray:
-        """Return ``count`` draws.
+        """Return ``count`` samples.
 
         >>> Spread(median=5.0).draw(np.random.default_rng(0), 2)
         array([5., 5.])
@@ -29,14 +29,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class Profile:
-    """The distributions that a fleet is drawn from."""
+    """The distributions from which a fleet is drawn."""
 
-    speed: Spread  # training samples a second
+    speed: Spread  # training samples per second
     latency: Spread  # seconds, one way
-    bandwidth: Spread  # bytes a second, either way
+    bandwidth: Spread  # bytes per second, each way
 
 
-# Assumed magnitudes, not measurements: phones behind mobile links differ by an order of magnitude and more.
+# Assumed, not measured: phones on mobile networks differ by an order of magnitude and more.
 PROFILES = {
     "even": Profile(Spread(1_000), Spread(0.05), Spread(1e6)),
     "edge": Profile(Spread(1_000, 0.8), Spread(0.05, 0.5), Spread(1e6, 1.0)),
@@ -45,14 +45,16 @@ PROFILES = {
 
 @dataclass(frozen=True)
 class Fleet:
-    """The speed and the link of each of N devices."""
+    """The speed and the network link of each of N devices."""
 
-    speeds: FloatArray  # (N,) training samples a second
+    speeds: FloatArray  # (N,) training samples per second
     latencies: FloatArray  # (N,) seconds, one way
-    bandwidths: FloatArray  # (N,) bytes a second
+    bandwidths: FloatArray  # (N,) bytes per second
 
-    def seconds(self, devices: IntArray, samples: IntArray | FloatArray, sent: float | IntArray | FloatArray) -> FloatArray:
-        """Return when each device's reply arrives: two trips, ``sent`` bytes on the link, ``samples`` of work.
+    def seconds(
+        self, devices: IntArray, samples: IntArray | FloatArray, sent: float | IntArray | FloatArray
+    ) -> FloatArray:
+        """Return (K,) seconds until each device's reply arrives: 2 · latency + sent / bandwidth + samples / speed.
 
         >>> fleet = make_fleet(PROFILES["even"], population=3, seed=0)
         >>> fleet.seconds(np.array([0]), samples=np.array([500]), sent=2e6)
@@ -62,7 +64,7 @@ class Fleet:
 
 
 def make_fleet(profile: Profile, population: int, seed: int) -> Fleet:
-    """Return the fleet of ``population`` devices that ``seed`` gives.
+    """Return a fleet of ``population`` devices drawn from ``profile`` with ``seed``.
 
     >>> fleet = make_fleet(PROFILES["edge"], population=100, seed=0)
     >>> bool(fleet.speeds.max() > 4 * fleet.speeds.min())
@@ -73,7 +75,7 @@ def make_fleet(profile: Profile, population: int, seed: int) -> Fleet:
 
 
 def profile_named(name: str) -> Profile:
-    """Return a profile of the table.
+    """Return the profile of `PROFILES` with this name.
 
     >>> profile_named("even").speed.sigma
     0.0
@@ -85,12 +87,12 @@ def profile_named(name: str) -> Profile:
 
 @dataclass(frozen=True)
 class Replies:
-    """Whose replies arrived in time: positions in the plan's rows. Excluded: devices, with the reason."""
+    """The replies that arrived in time, and the cost of the round."""
 
-    cohort: IntArray
-    pool: IntArray
-    probes: IntArray
-    excluded: dict[int, str]
+    cohort: IntArray  # positions in plan.devices
+    pool: IntArray  # positions in plan.pool
+    probes: IntArray  # positions in plan.probes
+    excluded: dict[int, str]  # the reason for each device whose reply is not used
     seconds: float  # duration of the round
     bytes_down: int
     bytes_up: int
@@ -120,17 +122,17 @@ def replies(
         raise FedcontextError(f"deadline must be positive, got {deadline}")
     limit = np.inf if deadline is None else deadline
     both = np.isin(plan.devices, plan.probes) | own_gradients
-    when = fleet.seconds(plan.devices, (plan.epochs + both) * samples[plan.devices], (2 + both) * model_bytes)
-    when_pool = fleet.seconds(plan.pool, plan.pool_epochs * samples[plan.pool], 2 * model_bytes)
-    when_probes = fleet.seconds(plan.probes, samples[plan.probes], 2 * model_bytes)
+    arrivals = fleet.seconds(plan.devices, (plan.epochs + both) * samples[plan.devices], (2 + both) * model_bytes)
+    pool_arrivals = fleet.seconds(plan.pool, plan.pool_epochs * samples[plan.pool], 2 * model_bytes)
+    probe_arrivals = fleet.seconds(plan.probes, samples[plan.probes], 2 * model_bytes)
 
-    first = np.sort(np.argsort(when, kind="stable")[: plan.wanted])
-    cohort = first[when[first] <= limit]
+    first = np.sort(np.argsort(arrivals, kind="stable")[: plan.wanted])
+    cohort = first[arrivals[first] <= limit]
     trains = np.isin(plan.probes, plan.devices)
-    probes = np.flatnonzero(np.where(trains, np.isin(plan.probes, plan.devices[cohort]), when_probes <= limit))
-    pool = np.flatnonzero(when_pool <= limit)
-    late = [*plan.devices[first[when[first] > limit]], *plan.pool[when_pool > limit]]
-    excluded = {int(k): "gradient missed the deadline" for k in plan.probes[~trains & (when_probes > limit)]}
+    probes = np.flatnonzero(np.where(trains, np.isin(plan.probes, plan.devices[cohort]), probe_arrivals <= limit))
+    pool = np.flatnonzero(pool_arrivals <= limit)
+    late = [*plan.devices[first[arrivals[first] > limit]], *plan.pool[pool_arrivals > limit]]
+    excluded = {int(k): "gradient missed the deadline" for k in plan.probes[~trains & (probe_arrivals > limit)]}
     excluded |= {int(k): "over-selection quota met" for k in np.delete(plan.devices, first)}
     excluded |= {int(k): "missed the deadline" for k in late}
     contacted = np.unique(np.concatenate([plan.devices, plan.pool, plan.probes])).size
@@ -140,7 +142,7 @@ def replies(
         pool=pool,
         probes=probes,
         excluded=excluded,
-        seconds=float(min(limit, np.concatenate([when[first], when_pool, when_probes[~trains]]).max())),
+        seconds=float(min(limit, np.concatenate([arrivals[first], pool_arrivals, probe_arrivals[~trains]]).max())),
         bytes_down=int(contacted * model_bytes),
         bytes_up=int((len(cohort) + len(pool) + gradients) * model_bytes),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,7 +42,7 @@ class _Word(event.Listener):
 
     def on_start(self, event: Any) -> None:
         if self.what not in self.said:
-            print(f"compiling {self.what} for this machine, {self.how_often} ...", file=sys.stderr)
+            logging.getLogger("fedcontext").warning("compiling %s for this machine, %s ...", self.what, self.how_often)
             self.said.add(self.what)
 
     def on_end(self, event: Any) -> None:

@@ -1,4 +1,4 @@
-"""What is written down of a run: a manifest line, then one line of JSON a round."""
+"""Run files: a manifest line with the settings, then one line of JSON per round."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import platform
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 
@@ -18,104 +18,172 @@ from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
 from fedcontext.version import __version__
 
+Settings: TypeAlias = Experiment | Mapping[str, Any]
+
 SCHEMA = 1
 
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """What happened in one round. None: not evaluated, or not defined."""
+    """The metrics of one round; None where a metric was not evaluated or is not defined."""
 
     number: int  # from 1
-    loss: float | None  # over all devices' training data, after the round
-    accuracy: float | None  # over all devices' test data, after the round
-    devices: list[int]  # whose updates were applied
-    weights: list[float]  # of their updates
-    promised_change: float | None  # the bound on the loss change at these weights
-    measured_change: float | None  # the loss change that happened
-    smoothness: float | None  # β of the bound
-    curvature: float | None  # the β at which the bound would have been exact along the step
-    condition: float | None  # of the Gram matrix of the normalised updates
-    seconds: float  # simulated, of this round
-    bytes_down: int
-    bytes_up: int
-    excluded: dict[int, str] = field(default_factory=dict)  # device: why it was left out
-    lost: bool = False  # too few answers: the model was kept
+    loss: float | None = None  # over all devices' training data, after the round
+    accuracy: float | None = None  # over all devices' test data, after the round
+    devices: list[int] = field(default_factory=list)  # whose updates were applied
+    weights: list[float] = field(default_factory=list)  # of their updates, in the same order
+    promised_change: float | None = None  # the bound on the loss change at these weights
+    measured_change: float | None = None  # the loss change that happened
+    smoothness: float | None = None  # β of the bound
+    curvature: float | None = None  # the β at which the bound would have been exact along the step
+    condition: float | None = None  # of the Gram matrix of the normalised updates
+    seconds: float = 0.0  # simulated, of this round
+    bytes_down: int = 0
+    bytes_up: int = 0
+    excluded: dict[int, str] = field(default_factory=dict)  # device: the reason its update was not applied
+    lost: bool = False  # too few replies: the model was kept
 
 
-def manifest(experiment: Experiment | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first line of a run's file: its settings, and the versions that made it.
+JSON_TYPES: dict[str, Any] = {  # what each annotation of `RoundRecord` may be in a file
+    "int": int,
+    "float": (int, float),
+    "float | None": (int, float, type(None)),
+    "bool": bool,
+    "list[int]": list,
+    "list[float]": list,
+    "dict[int, str]": dict,
+}
 
-    A run outside the simulator gives its settings as a mapping.
+
+def manifest(settings: Settings) -> dict[str, Any]:
+    """Return the first line of a run file: the settings of the run, and the versions that produced it.
 
     >>> manifest(Experiment())["settings"]["dataset"]
     'synthetic-1-1'
     """
     versions = {"fedcontext": __version__, "numpy": np.__version__, "python": platform.python_version()}
-    settings = dataclasses.asdict(experiment) if isinstance(experiment, Experiment) else dict(experiment)
-    return {"schema": SCHEMA, "settings": settings, "versions": versions}
+    plain = dataclasses.asdict(settings) if isinstance(settings, Experiment) else dict(settings)
+    return {"schema": SCHEMA, "settings": plain, "versions": versions}
 
 
-def write(
-    experiment: Experiment | Mapping[str, Any], records: Iterable[RoundRecord], file: IO[str]
-) -> Iterator[RoundRecord]:
-    """Yield ``records`` while writing the manifest and each of them to ``file`` as a complete line.
+def write_records(path: str | Path, settings: Settings, records: Iterable[RoundRecord]) -> None:
+    """Write a run file from your own training loop, for `load_runs`, ``fedcontext report`` and ``fedcontext export``.
 
-    A file that already holds rounds (see `keep`) has its manifest, and is only added to.
+    ``settings`` is an `Experiment` or any mapping; the report groups runs by its ``dataset``, ``algorithm`` and ``seed``.
+    Each record is flushed as it comes, so ``records`` may be a generator over a running loop.
 
-    >>> import io
-    >>> file = io.StringIO()
-    >>> list(write(Experiment(), [], file)), file.getvalue()[:12]
-    ([], '{"schema": 1')
+    >>> import tempfile
+    >>> records = [RoundRecord(number=1, loss=0.9, devices=[3, 7], weights=[0.5, 0.5]), RoundRecord(number=2, loss=0.7)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_records(f"{folder}/run.jsonl", {"dataset": "hospitals", "algorithm": "fedavg", "seed": 0}, records)
+    ...     head, again = read_run(f"{folder}/run.jsonl")
+    >>> head["settings"]["dataset"], again == records
+    ('hospitals', True)
     """
+    with Path(path).open("w", encoding="utf-8") as file:
+        for _ in stream_records(settings, records, file):
+            pass
+
+
+def stream_records(settings: Settings, records: Iterable[RoundRecord], file: IO[str]) -> Iterator[RoundRecord]:
+    """Yield each record after writing it to ``file``; an empty file gets the manifest first."""
     if file.tell() == 0:
-        print(_line(manifest(experiment)), file=file, flush=True)
+        print(_to_json(manifest(settings)), file=file, flush=True)
     for record in records:
-        print(_line(dataclasses.asdict(record)), file=file, flush=True)
+        print(_to_json(dataclasses.asdict(record)), file=file, flush=True)
         yield record
 
 
 def read_run(path: str | Path) -> tuple[dict[str, Any], list[RoundRecord]]:
-    """Return the manifest and the rounds of a run's file; a last line cut short by a crash is passed over."""
-    lines = Path(path).read_text(encoding="utf-8").split("\n")
-    try:
-        head = json.loads(lines[0])
-        if head["schema"] != SCHEMA:
-            raise FedcontextError(f"{path}: schema must be {SCHEMA}, got {head['schema']}")
-        return head, [_record(json.loads(line)) for line in lines[1:-1]]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise FedcontextError(f"{path}: not a run of fedcontext ({type(error).__name__}: {error})") from None
+    """Return the manifest and the records of a run file; raise `FedcontextError` if any part of it is broken.
+
+    The one exception is a last line without a newline, which a killed process leaves behind: it is skipped.
+    `load_runs` reads whatever a broken file still holds.
+    """
+    path = Path(path)
+    lines = read_lines(path)
+    head = parse_manifest(lines[0], path)
+    return head, [_parse_record(line, f"{path}: line {number}") for number, line in enumerate(lines[1:-1], 2)]
 
 
-def keep(path: Path, rounds: int) -> list[RoundRecord]:
-    """Return the first ``rounds`` records of a run's file, after cutting the file behind them: to go on from there."""
+def truncate_run(path: Path, rounds: int) -> list[RoundRecord]:
+    """Cut a run file after its first ``rounds`` rounds, so that a resumed run can append to it; return those records."""
     if not path.exists():
-        raise FedcontextError(f"{path}: rounds 1 to {rounds} are to be kept, but the file is not there")
+        raise FedcontextError(f"{path}: cannot resume after round {rounds}: the file does not exist")
     _, records = read_run(path)
     if [record.number for record in records[:rounds]] != list(range(1, rounds + 1)):
-        raise FedcontextError(f"{path}: rounds 1 to {rounds} are to be kept, but it holds {len(records)} in all")
-    lines = path.read_text(encoding="utf-8").split("\n")
-    fresh = path.with_name(f".{path.name}.part")  # one that a killed writer left is overwritten
-    with fresh.open("w", encoding="utf-8") as file:
+        raise FedcontextError(
+            f"{path}: cannot resume after round {rounds}: rounds 1 to {rounds} are not all in the file"
+        )
+    lines = read_lines(path)
+    partial = path.with_name(f".{path.name}.part")  # one left by a killed process is overwritten
+    with partial.open("w", encoding="utf-8") as file:
         file.write("\n".join(lines[: rounds + 1]) + "\n")
         file.flush()
-        os.fsync(file.fileno())  # a power cut must not leave the checkpoint ahead
-    os.replace(fresh, path)
+        os.fsync(file.fileno())  # after a power cut, the checkpoint must not be ahead of the records
+    os.replace(partial, path)
     return records[:rounds]
 
 
-def _record(fields: dict[str, Any]) -> RoundRecord:
-    excluded = {int(device): reason for device, reason in fields.pop("excluded").items()}
-    return RoundRecord(**fields, excluded=excluded)
+def read_lines(path: Path, errors: str = "strict") -> list[str]:
+    """Return the lines of a UTF-8 file; ``errors`` as for `str.encode`."""
+    try:
+        return path.read_text(encoding="utf-8", errors=errors).split("\n")
+    except OSError as error:
+        raise FedcontextError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise FedcontextError(f"{path}: not a fedcontext run: byte {error.start} is not valid UTF-8") from None
 
 
-def _line(content: dict[str, Any]) -> str:
-    return json.dumps(_plain(content), allow_nan=False)
+def parse_manifest(line: str, path: Path) -> dict[str, Any]:
+    """Return the manifest in the first line of a run file, if it is one and its schema is ours."""
+    head = parse_object(line)
+    if head is None or "settings" not in head:
+        raise FedcontextError(f"{path}: not a fedcontext run: the first line must be a manifest")
+    if head.get("schema") != SCHEMA:
+        raise FedcontextError(f"{path}: schema must be {SCHEMA}, got {str(head.get('schema'))[:200]}")
+    return head
 
 
-def _plain(value: Any) -> Any:
-    """Return ``value`` with NaN and infinities as null: JSON has no other word for them."""
+def parse_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object in ``text``, None if there is none.
+
+    >>> parse_object('{"a": 1}'), parse_object("[1]"), parse_object("[" * 100_000)
+    ({'a': 1}, None, None)
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _parse_record(line: str, where: str) -> RoundRecord:
+    fields = parse_object(line)
+    if fields is None:
+        raise FedcontextError(f"{where} is not a JSON object")
+    try:
+        excluded = {int(device): reason for device, reason in fields.pop("excluded", {}).items()}
+        record = RoundRecord(**fields, excluded=excluded)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise FedcontextError(f"{where} is not a round's record ({error})") from None
+    for each in dataclasses.fields(record):
+        value = getattr(record, each.name)
+        if not isinstance(value, JSON_TYPES[str(each.type)]):
+            raise FedcontextError(f"{where}: {each.name} must be {each.type}, got {value!r:.200}")
+    return record
+
+
+def _to_json(value: dict[str, Any]) -> str:
+    return json.dumps(_to_plain(value), allow_nan=False)
+
+
+def _to_plain(value: Any) -> Any:
+    """Return ``value`` without NumPy types, and with NaN and infinities as None, since JSON has neither."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _plain(child) for key, child in value.items()}
-    return [_plain(child) for child in value] if isinstance(value, list | tuple) else value
+        return {str(key): _to_plain(child) for key, child in value.items()}
+    return [_to_plain(child) for child in value] if isinstance(value, list | tuple) else value

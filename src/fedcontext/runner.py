@@ -1,25 +1,31 @@
-"""Experiments into files: one after another, or on several cores, with word of every round that is done."""
+"""Runs experiments and writes their records to files, one experiment after another or in several processes."""
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import queue
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from fedcontext import checkpoint
-from fedcontext.errors import require
+from fedcontext.datasets.federated import FederatedData
+from fedcontext.engines.base import Engine
+from fedcontext.errors import FedcontextError, require
 from fedcontext.experiment import Experiment
-from fedcontext.records import RoundRecord, keep, write
+from fedcontext.model_file import check_format, save_params
+from fedcontext.records import RoundRecord, stream_records, truncate_run
 from fedcontext.simulation import Simulation, State, prepare
 from fedcontext.toml import to_toml
 
+LOG = logging.getLogger("fedcontext")
 OnRound: TypeAlias = Callable[[Experiment, RoundRecord], None]
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -29,150 +35,185 @@ def run(
     out: Path,
     on_round: OnRound = lambda experiment, record: None,
     *,
+    data: FederatedData | None = None,
+    engine: Engine | None = None,
     resume: bool = False,
+    save: Path | None = None,
 ) -> list[RoundRecord]:
-    """Run an experiment and return its records, written to ``out`` round by round beside the TOML that repeats it.
+    """Run an experiment and return its records.
 
-    Nothing is written before the settings and the data have been checked; an interrupt or an error leaves the rounds
-    that were done, in complete lines, and no record where there were none.
-    ``resume`` keeps a checkpoint of every round too, and goes on from the one that is there: a run killed at any
-    moment and started again ends with the same params and records, to the bit.
+    They are also written to ``out`` as rounds finish, beside a TOML file with the settings. Nothing is written before
+    settings and data have been checked; an interrupt or an error leaves the completed rounds, in complete lines.
+
+    Args:
+        experiment: the settings of the run.
+        out: the directory of the files, which are called ``experiment.name``.
+        on_round: called with the experiment and each record.
+        data: your own data in place of a data set by name; ``experiment.dataset`` must be its name.
+        engine: your own engine in place of one by name.
+        resume: write a checkpoint after every round, and continue from the one in ``out``. A run that was killed at
+            any moment ends with the same params and records, to the bit.
+        save: file for the trained params, .npz or .safetensors.
+
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from fedcontext.datasets import federate
+    >>> data = federate(np.eye(20), np.arange(20) % 2, [np.arange(10), np.arange(10, 20)], name="mine")
+    >>> experiment = Experiment("mine", "fedavg", rounds=2, devices_per_round=2)
+    >>> [record.number for record in run(experiment, Path(tempfile.mkdtemp()), data=data)]
+    [1, 2]
     """
+    if data is not None and experiment.dataset != data.name:
+        raise FedcontextError(f"dataset must be {data.name!r}, the name of the data given, got {experiment.dataset!r}")
     if resume:
         require("safetensors", extra="resume")
-    simulation = prepare(experiment)
+    if save is not None:
+        check_format(save)
+    simulation = prepare(experiment, data=data, engine=engine)
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{experiment.name}.toml").write_text(to_toml(asdict(experiment)), encoding="utf-8")
     path, saved = out / f"{experiment.name}.jsonl", out / f"{experiment.name}.safetensors"
-    state = _saved_state(simulation, saved) if resume and saved.exists() else None
-    done = keep(path, state.number) if state else []
-    for record in done:
+    state = _load_state(simulation, saved) if resume and saved.exists() else None
+    records = truncate_run(path, state.number) if state else []
+    for record in records:
         on_round(experiment, record)
-    with _best_kept(path, new=state is None), path.open("a" if state else "w", encoding="utf-8") as file:
-        for record in write(experiment, _played(simulation, state, saved if resume else None), file):
-            done.append(record)
+
+    def remaining_rounds() -> Iterator[RoundRecord]:
+        nonlocal state
+        for after, record in simulation.run(state):
+            state = after
+            yield record
+            if resume:  # after the record has been written
+                _save_state(state, saved)
+
+    with _restore_longer(path, new=state is None), path.open("a" if state else "w", encoding="utf-8") as file:
+        for record in stream_records(experiment, remaining_rounds(), file):
+            records.append(record)
             on_round(experiment, record)
-    return done
+    if save is not None and state is not None:
+        save_params(save, state.params)
+    return records
 
 
 @contextmanager
-def _best_kept(path: Path, new: bool) -> Iterator[None]:
-    """Put an earlier record of the same settings back if what replaces it ends before it did; keep none without rounds."""
-    aside = path.with_name(f"{path.name}.before")
+def _restore_longer(path: Path, new: bool) -> Iterator[None]:
+    """Restore the earlier file of the same settings if its successor ends up shorter; remove one without rounds."""
+    earlier = path.with_name(f"{path.name}.before")
     if new and path.exists():
-        path.replace(aside)
+        path.replace(earlier)
     try:
         yield
     finally:
-        if aside.exists() and aside.stat().st_size > path.stat().st_size:
-            aside.replace(path)
-        aside.unlink(missing_ok=True)
-        if path.exists() and path.read_bytes().count(b"\n") < 2:  # a manifest alone
+        if earlier.exists() and earlier.stat().st_size > path.stat().st_size:
+            earlier.replace(path)
+        earlier.unlink(missing_ok=True)
+        if path.exists() and path.read_bytes().count(b"\n") < 2:  # only the manifest
             path.unlink()
 
 
-def _played(simulation: Simulation, state: State | None, saved: Path | None) -> Iterator[RoundRecord]:
-    """Yield the rounds to come; each is checkpointed after its record has been written."""
-    for after, record in simulation.run(state):
-        yield record
-        if saved is not None:
-            facts = {"number": after.number, "loss": after.loss}
-            checkpoint.save(saved, after.params, after.carried, facts, after=saved.with_suffix(".jsonl"))
+def _save_state(state: State, path: Path) -> None:
+    facts = {"number": state.number, "loss": state.loss}
+    checkpoint.save(path, state.params, state.carried, facts, after=path.with_suffix(".jsonl"))
 
 
-def _saved_state(simulation: Simulation, saved: Path) -> State:
-    found = checkpoint.load(saved, simulation.engine.initial_params())
-    return State(found.facts["number"], found.params, loss=found.facts["loss"], **found.rule)
+def _load_state(simulation: Simulation, path: Path) -> State:
+    saved = checkpoint.load(path, simulation.engine.initial_params())
+    return State(saved.facts["number"], saved.params, loss=saved.facts["loss"], **saved.rule)
 
 
 def run_all(
     experiments: Sequence[Experiment], out: Path, jobs: int, on_round: OnRound = lambda experiment, record: None
 ) -> list[list[RoundRecord]]:
-    """Run experiments with ``jobs`` processes and return their records, in order."""
+    """Run experiments in ``jobs`` processes and return the records of each, in order."""
     for experiment in {each.algorithm: each for each in experiments}.values():
-        prepare(experiment)  # a mistake in the settings shows here, before anything is written
+        prepare(experiment)  # an error in the settings is raised before anything is written
     if jobs <= 1 or len(experiments) <= 1:
         return [run(experiment, out, on_round) for experiment in experiments]
     context = multiprocessing.get_context("spawn")
-    words, stop = context.Queue(), context.Event()
-    with _one_thread_each(), ProcessPoolExecutor(jobs, context, _listen, (words, stop)) as pool:
+    messages, cancel = context.Queue(), context.Event()
+    shared = messages, cancel, LOG.level
+    with _one_thread_each(), ProcessPoolExecutor(jobs, context, _init_worker, shared) as pool:
         try:
-            with _interrupts(held=True):  # a worker that loads knows no way to end but a traceback
-                futures = [pool.submit(_run_and_tell, experiment, out) for experiment in experiments]
-            for experiment, record in _heard(futures, words):
+            with _interrupts(blocked=True):  # while it imports modules, a worker would answer with a traceback
+                futures = {pool.submit(_run_in_worker, experiment, out): experiment for experiment in experiments}
+            for experiment, record in completed_rounds(futures, messages):
                 on_round(experiment, record)
             return [future.result() for future in futures]
         except BaseException:
-            stop.set()
-            with _interrupts(held=True):  # what is freed behind this the workers need
+            cancel.set()
+            with _interrupts(blocked=True):  # the workers still need what a second interrupt would release
                 pool.shutdown(cancel_futures=True)
             raise
 
 
-def _heard(futures: list[Future[Any]], words: Any) -> Iterator[tuple[Experiment, RoundRecord]]:
-    """Yield the rounds that the workers report, until all are done or one has failed."""
-    pending, heard = set(futures), 0
+def completed_rounds(
+    futures: Mapping[Future[list[RoundRecord]], Experiment], messages: Any
+) -> Iterator[tuple[Experiment, RoundRecord]]:
+    """Yield each round once, from the workers' messages or, where its message is late, from the finished run.
+
+    Raises the error of the first run that fails.
+    """
+    pending, seen = set(futures), dict.fromkeys(futures.values(), 0)  # rounds yielded so far
     while pending:
         done, pending = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
-        for future in done:
-            future.result()
-        while True:
-            try:
-                word = words.get(timeout=0.05)
-            except queue.Empty:
-                break
-            heard += 1
-            yield word
-    for _ in range(sum(len(future.result()) for future in futures) - heard):  # a result may overtake its last words
+        finished = [(futures[each], record) for each in done for record in each.result()]
+        for experiment, record in chain(_received(messages), finished):
+            if record.number > seen[experiment]:
+                seen[experiment] = record.number
+                yield experiment, record
+
+
+def _received(messages: Any) -> Iterator[Any]:
+    while True:
         try:
-            word = words.get(timeout=60)
+            yield messages.get(timeout=0.05)
         except queue.Empty:
             return
-        yield word
 
 
-_words: Any = None  # a worker's line to the process that started it
-_stop: Any = None  # set there when the work is called off
+_messages: Any = None  # in a worker: the queue of completed rounds
+_cancel: Any = None  # in a worker: the event that ends its runs
 
 
-def _listen(words: Any, stop: Any) -> None:
-    global _words, _stop
-    _words, _stop = words, stop
+def _init_worker(messages: Any, cancel: Any, log_level: int) -> None:
+    global _messages, _cancel
+    _messages, _cancel = messages, cancel
+    LOG.setLevel(log_level)
+
+
+class Cancelled(Exception):
+    """The run was cancelled by the process that started it."""
+
+
+def _run_in_worker(experiment: Experiment, out: Path) -> list[RoundRecord]:
+    def on_round(experiment: Experiment, record: RoundRecord) -> None:
+        _messages.put((experiment, record))
+        if _cancel.is_set():
+            raise Cancelled
+
+    if _cancel.is_set():
+        raise Cancelled
+    with _interrupts(blocked=False):
+        return run(experiment, out, on_round)
 
 
 @contextmanager
-def _interrupts(held: bool) -> Iterator[None]:
-    """Hold interrupts back, here and in processes started meanwhile, or let them in again; where the system can."""
+def _interrupts(blocked: bool) -> Iterator[None]:
+    """Block SIGINT, in this process and those it starts meanwhile, or unblock it; does nothing on Windows."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK if held else signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_BLOCK if blocked else signal.SIG_UNBLOCK, {signal.SIGINT})
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _run_and_tell(experiment: Experiment, out: Path) -> list[RoundRecord]:
-    def tell(experiment: Experiment, record: RoundRecord) -> None:
-        _words.put((experiment, record))
-        if _stop.is_set():
-            raise CalledOff
-
-    if _stop.is_set():
-        raise CalledOff
-    with _interrupts(held=False):
-        return run(experiment, out, tell)
-
-
-class CalledOff(Exception):
-    """The work was interrupted where it was started."""
-
-
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Keep the workers' linear algebra to one thread each: more would fight over the same cores."""
+    """Limit the workers' linear algebra to one thread each, for they share the cores."""
     before = {name: os.environ.get(name) for name in THREAD_VARIABLES}
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
     try:

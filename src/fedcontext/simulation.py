@@ -13,10 +13,10 @@ from fedcontext.aggregation import Aggregation, aggregate
 from fedcontext.algorithms import Algorithm, Hyperparameters, algorithm_named
 from fedcontext.arrays.tree import FloatArray, Structure, all_finite, kind_of, leaves, rebuild
 from fedcontext.datasets import FederatedData, load_dataset
-from fedcontext.datasets.federated import is_everyone
+from fedcontext.datasets.federated import full_participation
 from fedcontext.engines.base import Engine, EngineOptions, Work, engine_named
 from fedcontext.errors import FedcontextError, require
-from fedcontext.experiment import Experiment
+from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.fleet import Fleet, Replies, make_fleet, profile_named, replies
 from fedcontext.geometry import Report, shares
 from fedcontext.local_sgd import sgd
@@ -247,7 +247,9 @@ def prepare(
     algorithm = _algorithm(experiment, algorithm, beta)
     fleet = make_fleet(profile_named(experiment.fleet), data.population, experiment.seed)
     simulation = Simulation(experiment, data, engine, algorithm, fleet, beta)
-    is_everyone(data.train, simulation.plan(1).probes)  # refuses a plan that on-demand data cannot serve
+    plan = simulation.plan(1)
+    for devices in (plan.probes, np.union1d(plan.devices, plan.pool)):
+        full_participation(data.train, devices)  # refuses a plan that on-demand data cannot serve
     return simulation
 
 
@@ -270,6 +272,10 @@ def _algorithm(experiment: Experiment, given: Algorithm | AnyRule | None, smooth
         smoothness=smoothness,
         batch_size=experiment.batch_size,
         mu=experiment.mu,
+        server_learning_rate=None
+        if experiment.server_learning_rate == "default"
+        else experiment.server_learning_rate,
+        server_momentum=experiment.server_momentum,
         averaging=experiment.averaging,
     )
     algorithm = algorithm_named(experiment.algorithm, hyperparameters)
@@ -302,7 +308,7 @@ def simulate(
     if data is not None:
         settings.setdefault("dataset", data.name)
     objects = {name: None if isinstance(value, str) else value for name, value in named.items()}
-    return prepare(experiment or Experiment(**settings), data=data, **objects).run()
+    return prepare(experiment or experiment_from(settings), data=data, **objects).run()
 
 
 def train(experiment: Experiment | None = None, **given: Any) -> Trained:

@@ -1,14 +1,26 @@
-"""Settings as TOML text. Python reads TOML and cannot write it."""
+"""Reading settings from TOML files, and writing them, for which Python has no function."""
 
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from fedcontext.errors import FedcontextError
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the content of a TOML file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise FedcontextError(f"{path}: cannot be read ({error})") from None
 
 
 def to_toml(settings: Mapping[str, Any]) -> str:
-    """Return settings as TOML, one line each; None is left out.
+    """Return settings as TOML, one per line; None is omitted, for TOML has no null.
 
     >>> print(to_toml({"seeds": [0, 1], "dataset": "mnist"}), end="")
     seeds = [0, 1]

@@ -128,7 +128,14 @@ def test_flowers_simulation_agrees_with_the_simulator_and_repeats_itself_to_the_
             finish(ray, ray.start("run", "flwr", "run", str(APP), "local", "--stream", "-c", f"{config} {file}", *size))
     finally:
         ray.stop_all()
-    settings = {"rounds": 2, "seed": 7, "epochs": (1, 2), "learning_rate": 0.05, "k2": 0, "engine": "reference"}
+    settings = {
+        "rounds": 2,
+        "seed": 7,
+        "epochs": (1, 2),
+        "learning_rate": 0.05,
+        "probes": "cohort",
+        "engine": "reference",
+    }
     simulator = fc.prepare(fc.Experiment(**settings))
     expected = [state.params for state, _ in simulator.play()][-1]
     assert model(tmp_path / "first").tobytes() == model(tmp_path / "second").tobytes()

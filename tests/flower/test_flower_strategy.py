@@ -41,17 +41,17 @@ def federation(shuffle: int = 0, algorithm: str = "fedavg-contextual", rounds: i
     return strategy.start(grid, record_of(task.start(config)), num_rounds=rounds)
 
 
-def simulation(algorithm: str, k2: int | str) -> np.ndarray:
+def simulation(algorithm: str, probes: str) -> np.ndarray:
     settings = {"rounds": 3, "seed": 3, "epochs": (1, 3), "learning_rate": 0.05, "engine": "reference"}
-    experiment = fc.Experiment(algorithm=algorithm, k2=k2, devices_per_round=10, **settings)
+    experiment = fc.Experiment(algorithm=algorithm, probes=probes, devices_per_round=10, **settings)
     return [state for state, _ in fc.prepare(experiment).play()][-1].params
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize(("probes", "k2"), [("cohort", 0), ("all", "N")])
-def test_a_federation_gives_the_simulators_model(algorithm: str, probes: str, k2: int | str) -> None:
+@pytest.mark.parametrize("probes", ["cohort", "all"])
+def test_a_federation_gives_the_simulators_model(algorithm: str, probes: str) -> None:
     found = federation(algorithm=algorithm, probes=probes, pool="all").arrays
-    np.testing.assert_allclose(arrays_of(found)["softmax"], simulation(algorithm, k2), rtol=2e-4, atol=2e-6)
+    np.testing.assert_allclose(arrays_of(found)["softmax"], simulation(algorithm, probes), rtol=2e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("probes", ["cohort", "all", 5])

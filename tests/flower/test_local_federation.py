@@ -23,7 +23,7 @@ def write(local: Federation, rounds: int, loss: float | None) -> None:
     sizes = {"condition": None, "seconds": 0.0, "bytes_down": 0, "bytes_up": 0}
     done = [records.RoundRecord(n, loss, loss, [4], [0.5], **numbers, **sizes) for n in range(1, rounds + 1)]
     with (local.at / "run.jsonl").open("w") as file:
-        list(records.write({}, done, file))
+        list(records.stream_records({}, done, file))
 
 
 def test_rounds_are_shown_also_where_nothing_was_evaluated(local: Federation, capsys) -> None:

@@ -26,7 +26,14 @@ FLAGS = [
 
 
 def experiments(rounds: int = ROUNDS) -> list[Experiment]:
-    settings = {"epochs": (1, 2), "deadline": 3.0, "over_select": 0.5, "k2": 0, "smoothness": 5.0, "learning_rate": 0.1}
+    settings = {
+        "epochs": (1, 2),
+        "deadline": 3.0,
+        "over_select": 0.5,
+        "probes": "cohort",
+        "smoothness": 5.0,
+        "learning_rate": 0.1,
+    }
     return [
         Experiment("synthetic-1-1", name, rounds=rounds, seed=seed, **settings) for name in ALGORITHMS for seed in SEEDS
     ]

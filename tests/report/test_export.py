@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import fedcontext as fc
-from fedcontext.cli import app
+from fedcontext.cli.app import app
 from fedcontext.results.export import SCHEMA, export
 
 
@@ -101,10 +101,10 @@ def test_whoever_reads_broken_records_says_the_same_about_them(write_run, tmp_pa
     (tmp_path / "odd.jsonl").write_text("no manifest")
     write_run([{"loss": 1}, "nonsense", {"loss": "x"}, '{"cut'])
     said = [
-        "hostile.jsonl: line 3, not a record, was passed over",
+        "hostile.jsonl: line 3 is not a record; skipped",
         "hostile.jsonl: round 2 has no usable loss",
-        "hostile.jsonl: last line, cut short, was passed over",
-        f"{tmp_path / 'odd.jsonl'}: not a run of fedcontext (its first line is no manifest)",
+        "hostile.jsonl: last line is truncated; skipped",
+        f"{tmp_path / 'odd.jsonl'}: not a fedcontext run: the first line must be a manifest",
     ]
     assert export([tmp_path], tmp_path / "runs.csv") == (2, said)
     for command, name in (("export", "runs.csv"), ("report", "runs.html")):
@@ -121,3 +121,12 @@ def test_whoever_reads_broken_records_says_the_same_about_them(write_run, tmp_pa
 def test_other_formats_are_refused(runs: Path, tmp_path: Path) -> None:
     with pytest.raises(fc.FedcontextError, match=r"output must end in .parquet or .csv, got 'runs.xlsx'"):
         export([runs], tmp_path / "runs.xlsx")
+
+
+def test_totals_are_cumulative_and_restart_at_each_run(runs: Path) -> None:
+    table = fc.load_runs(runs)
+    for cost in ("seconds", "bytes_down", "bytes_up"):
+        total = dict.fromkeys(table["run"], 0.0)
+        for run, spent, so_far in zip(table["run"], table[cost], table[f"{cost}_total"], strict=True):
+            total[run] += spent
+            assert so_far == total[run]

@@ -1,1 +1,38 @@
-"""What follows a run while it goes on: progress and trackers."""
+"""Callbacks: functions (experiment, record) that the runner calls after every round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from fedcontext.experiment import Experiment
+from fedcontext.records import RoundRecord
+from fedcontext.runner import OnRound
+
+
+@contextmanager
+def follow(
+    experiments: Sequence[Experiment], out: Path, *, quiet: bool = False, report: Path | None = None, track: str = ""
+) -> Iterator[OnRound]:
+    """Yield one callback that updates everything asked for: a live report, a tracker, a table in the terminal."""
+    with ExitStack() as stack:
+        callbacks: list[OnRound] = []
+        if report is not None:
+            from fedcontext.report import live_report
+
+            callbacks.append(stack.enter_context(live_report(experiments, report)))
+        if track:
+            from fedcontext.callbacks.trackers import track_runs
+
+            callbacks.append(stack.enter_context(track_runs(track, out)))
+        if not quiet:
+            from fedcontext.callbacks.progress import live_table
+
+            callbacks.append(stack.enter_context(live_table(experiments)))
+
+        def on_round(experiment: Experiment, record: RoundRecord) -> None:
+            for callback in callbacks:
+                callback(experiment, record)
+
+        yield on_round

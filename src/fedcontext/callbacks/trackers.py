@@ -1,4 +1,4 @@
-"""The numbers of every round to the trackers that people already run: TensorBoard, MLflow, Weights & Biases."""
+"""Experiment trackers: TensorBoard, MLflow and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -15,38 +15,36 @@ from fedcontext.console import err
 from fedcontext.errors import FedcontextError, require
 from fedcontext.experiment import Experiment
 from fedcontext.records import RoundRecord
-from fedcontext.results.reader import COSTS, MEASURES
+from fedcontext.results.reader import COSTS, METRICS
 from fedcontext.runner import OnRound
 
-End: TypeAlias = Literal["FINISHED", "FAILED", "KILLED"]
+Status: TypeAlias = Literal["FINISHED", "FAILED", "KILLED"]
 
 
-class Log(Protocol):
+class Tracker(Protocol):
     """One run in a tracker."""
 
-    def send(self, number: int, values: dict[str, float]) -> None:
-        """Send the values of round ``number``."""
+    def log(self, number: int, metrics: dict[str, float]) -> None:
+        """Log the metrics of round ``number``."""
         ...
 
-    def close(self, end: End) -> None:
-        """End the run: nothing more will come."""
+    def close(self, status: Status) -> None:
+        """End the run."""
         ...
 
 
-def values_of(record: RoundRecord) -> dict[str, float]:
-    """Return what a tracker gets of a round: every number that is known, and how many devices were left out.
+def metrics_of(record: RoundRecord) -> dict[str, float]:
+    """Return the metrics of a round that are known, and the number of excluded devices.
 
-    >>> import fedcontext as fc
-    >>> values = values_of(next(fc.rounds(dataset="synthetic-iid", algorithm="fedavg", rounds=1)))
-    >>> values["left_out"], "promised_change" in values
-    (0.0, False)
+    >>> metrics_of(RoundRecord(1, loss=0.5, excluded={3: "missed the deadline"}))
+    {'loss': 0.5, 'seconds': 0.0, 'bytes_down': 0.0, 'bytes_up': 0.0, 'excluded': 1.0}
     """
-    fields = {name: getattr(record, name) for name in (*MEASURES, *COSTS)} | {"left_out": len(record.excluded)}
-    return {name: float(value) for name, value in fields.items() if value is not None and value == value}
+    values = {name: getattr(record, name) for name in (*METRICS, *COSTS)} | {"excluded": len(record.excluded)}
+    return {name: float(value) for name, value in values.items() if value is not None and value == value}
 
 
 class TensorBoard:
-    """Event files under ``out/tensorboard``, one directory a run."""
+    """Event files under ``out/tensorboard``, one directory per run."""
 
     def __init__(self, experiment: Experiment, out: Path) -> None:
         writers = require("tensorboard.summary.writer.event_file_writer", extra="tensorboard")
@@ -54,49 +52,45 @@ class TensorBoard:
         self.summaries = require("tensorboard.compat.proto.summary_pb2", extra="tensorboard")
         self.writer = writers.EventFileWriter(str(out / "tensorboard" / experiment.name))
 
-    def send(self, number: int, values: dict[str, float]) -> None:
-        """Write one event with all values."""
-        parts = [self.summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        event = self.events.Event(wall_time=time.time(), step=number, summary=self.summaries.Summary(value=parts))
-        self.writer.add_event(event)
+    def log(self, number: int, metrics: dict[str, float]) -> None:
+        """Write one event with all metrics."""
+        values = [self.summaries.Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        summary = self.summaries.Summary(value=values)
+        self.writer.add_event(self.events.Event(wall_time=time.time(), step=number, summary=summary))
 
-    def close(self, end: End) -> None:
-        """Flush what is still in memory."""
+    def close(self, status: Status) -> None:
+        """Flush and close the event file."""
         self.writer.close()
 
 
 class MLflow:
-    """A run in the store that MLFLOW_TRACKING_URI names, else in the SQLite file ``out/mlflow.db``."""
+    """A run in the store of MLFLOW_TRACKING_URI, by default the SQLite file ``out/mlflow.db``."""
 
     def __init__(self, experiment: Experiment, out: Path) -> None:
         self.entities = require("mlflow.entities", extra="mlflow")
         store = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(out / 'mlflow.db').absolute()}"
         out.mkdir(parents=True, exist_ok=True)
         self.client: Any = require("mlflow.tracking", extra="mlflow").MlflowClient(tracking_uri=store)
-        home = self.client.get_experiment_by_name("fedcontext")
-        where = (
-            home.experiment_id
-            if home
-            else self.client.create_experiment("fedcontext", str((out / "mlflow").absolute()))
-        )
-        self.run = self.client.create_run(where, run_name=experiment.name).info.run_id
+        existing = self.client.get_experiment_by_name("fedcontext")
+        artifacts = str((out / "mlflow").absolute())
+        home = existing.experiment_id if existing else self.client.create_experiment("fedcontext", artifacts)
+        self.run = self.client.create_run(home, run_name=experiment.name).info.run_id
         settings = dataclasses.asdict(experiment).items()
-        params = [self.entities.Param(name, str(value)) for name, value in settings]
-        self.client.log_batch(self.run, params=params)
+        self.client.log_batch(self.run, params=[self.entities.Param(name, str(value)) for name, value in settings])
 
-    def send(self, number: int, values: dict[str, float]) -> None:
-        """Log one batch with all values."""
+    def log(self, number: int, metrics: dict[str, float]) -> None:
+        """Log one batch with all metrics."""
         now = int(time.time() * 1000)
-        metrics = [self.entities.Metric(name, value, now, number) for name, value in values.items()]
-        self.client.log_batch(self.run, metrics=metrics)
+        batch = [self.entities.Metric(name, value, now, number) for name, value in metrics.items()]
+        self.client.log_batch(self.run, metrics=batch)
 
-    def close(self, end: End) -> None:
-        """Mark the run as ended, and how."""
-        self.client.set_terminated(self.run, status=end)
+    def close(self, status: Status) -> None:
+        """Set the final status of the run."""
+        self.client.set_terminated(self.run, status=status)
 
 
 class WandB:
-    """An offline run under ``out/wandb``, for `wandb sync`; WANDB_MODE=online sends it at once."""
+    """An offline run under ``out/wandb`` for `wandb sync`; WANDB_MODE=online uploads while it runs."""
 
     def __init__(self, experiment: Experiment, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
@@ -111,74 +105,78 @@ class WandB:
             settings=wandb.Settings(silent=True, console="off"),
         )
 
-    def send(self, number: int, values: dict[str, float]) -> None:
-        """Log the values at this step."""
-        self.run.log(values, step=number)
+    def log(self, number: int, metrics: dict[str, float]) -> None:
+        """Log the metrics at this step."""
+        self.run.log(metrics, step=number)
 
-    def close(self, end: End) -> None:
-        """Finish the run; one that did not get to its end counts as failed."""
-        self.run.finish(exit_code=0 if end == "FINISHED" else 1)
+    def close(self, status: Status) -> None:
+        """Finish the run, as failed unless it is complete."""
+        self.run.finish(exit_code=0 if status == "FINISHED" else 1)
 
 
-TRACKERS: dict[str, Callable[[Experiment, Path], Log]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB}
+TRACKERS: dict[str, Callable[[Experiment, Path], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "mlflow": MLflow,
+    "wandb": WandB,
+}
 
 
 @contextmanager
-def tracking(name: str, out: Path) -> Iterator[OnRound]:
-    """Yield the function to call after every round; each experiment becomes one run of the tracker ``name``.
+def track_runs(name: str, out: Path) -> Iterator[OnRound]:
+    """Yield the callback that logs every round to the tracker ``name``, each experiment as a run of its own.
 
-    A tracker that fails is told of once and gets nothing more: the experiments go on without it.
+    A tracker that fails is reported once and disabled: the experiments continue without it.
 
-    >>> with tracking("no-such", Path("runs")): pass
+    >>> with track_runs("no-such", Path("runs")): pass
     Traceback (most recent call last):
     ...
     fedcontext.errors.FedcontextError: track must be one of tensorboard, mlflow, wandb, got 'no-such'
     """
     if name not in TRACKERS:
         raise FedcontextError(f"track must be one of {', '.join(TRACKERS)}, got {name!r}")
-    require(name, extra=name)  # a missing library shows before the work begins
-    tracker = Tracker(name, out)
-    end: End = "FAILED"
+    require(name, extra=name)  # fail before the first round, not after it
+    runs = TrackedRuns(name, out)
+    status: Status = "FAILED"
     try:
-        yield tracker.add
-        end = "FINISHED"
+        yield runs.update
+        status = "FINISHED"
     except KeyboardInterrupt:
-        end = "KILLED"
+        status = "KILLED"
         raise
     finally:
-        tracker.close(end)
+        runs.close(status)
 
 
-class Tracker:
-    """The runs that are open in one tracker."""
+class TrackedRuns:
+    """The open runs of one tracker."""
 
     def __init__(self, name: str, out: Path) -> None:
         self.name, self.out = name, out
-        self.logs: dict[str, Log] = {}
+        self.open: dict[str, Tracker] = {}
         self.failed = False
 
-    def add(self, experiment: Experiment, record: RoundRecord) -> None:
-        """Send one more round; a run that has all its rounds is ended, whatever becomes of the others."""
+    def update(self, experiment: Experiment, record: RoundRecord) -> None:
+        """Log one round, and close the run after its last."""
         if not self.failed:
-            self._try(partial(self._send, experiment, record))
+            self._attempt(partial(self._log, experiment, record))
 
-    def close(self, end: End) -> None:
-        """End the runs that are open; one that cannot be ended does not keep the others open."""
-        for log in self.logs.values():
-            self._try(partial(log.close, end))
+    def close(self, status: Status) -> None:
+        """Close all open runs; a failure to close one does not keep the others open."""
+        for run in self.open.values():
+            self._attempt(partial(run.close, status))
 
-    def _send(self, experiment: Experiment, record: RoundRecord) -> None:
-        if experiment.name not in self.logs:
-            self.logs[experiment.name] = TRACKERS[self.name](experiment, self.out)
-        self.logs[experiment.name].send(record.number, values_of(record))
+    def _log(self, experiment: Experiment, record: RoundRecord) -> None:
+        if experiment.name not in self.open:
+            self.open[experiment.name] = TRACKERS[self.name](experiment, self.out)
+        self.open[experiment.name].log(record.number, metrics_of(record))
         if record.number == experiment.rounds:
-            self.logs.pop(experiment.name).close("FINISHED")
+            self.open.pop(experiment.name).close("FINISHED")
 
-    def _try(self, act: Callable[[], None]) -> None:
+    def _attempt(self, action: Callable[[], None]) -> None:
         try:
-            act()
-        except Exception as error:  # whatever another program or its server may raise
+            action()
+        except Exception as error:  # a tracker may raise anything
             if not self.failed:
-                told = f"{self.name} failed and gets no more rounds: {type(error).__name__}: {error}"
-                err.print(told, style="yellow", highlight=False, markup=False, soft_wrap=True)
+                message = f"tracking to {self.name} failed and is disabled: {type(error).__name__}: {error}"
+                err.print(message, style="yellow", highlight=False, markup=False, soft_wrap=True)
             self.failed = True

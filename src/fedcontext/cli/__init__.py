@@ -1,44 +1,20 @@
-"""The command line: parse, call, print; no logic."""
+"""The command line. Everything heavy is imported inside `main`, where an interrupt is caught."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
-import typer
-
-from fedcontext.cli import list as listing
-from fedcontext.cli import report, reproduce, run
-from fedcontext.cli.options import Command
-from fedcontext.console import err
-from fedcontext.errors import FedcontextError
 from fedcontext.version import __version__
-
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-for command in (
-    run.run,
-    run.compare,
-    reproduce.reproduce,
-    listing.algorithms,
-    report.report,
-    report.export,
-):
-    app.command(cls=Command)(command)
-app.add_typer(listing.data_app, name="data")
 
 
 def main() -> None:
-    """Run the program: 0 done, 2 a mistake in what was asked, 130 interrupted."""
+    """Run the program. It exits with 0 on success, 2 on a usage error, and 130 when interrupted."""
+    if sys.argv[1:] == ["--version"]:
+        print(f"fedcontext {__version__}")
+        return
     try:
-        app()
-    except (FedcontextError, OSError) as error:
-        err.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
-        sys.exit(2)
+        from fedcontext.cli.app import run_app
 
-
-@app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
-    """Federated learning with contextual aggregation."""
-    if version:
-        typer.echo(f"fedcontext {__version__}")
-        raise typer.Exit
+        run_app()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,10 +1,13 @@
-"""The options that commands share, each said once, and what they become."""
+"""Command-line options: one for each setting of `Experiment`, and those that commands share."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,109 +15,125 @@ import typer
 from typer.core import TyperCommand
 
 from fedcontext.console import err
-from fedcontext.datasets import NAMES
 from fedcontext.errors import FedcontextError
-from fedcontext.experiment import Experiment, settings_from_toml
+from fedcontext.experiment import SETTINGS, Experiment, settings_from_toml
+from fedcontext.presets import PRESETS, preset_named
 
-File = Annotated[Path | None, typer.Argument(help="TOML file with settings; options on the command line win.")]
-Dataset = Annotated[str | None, typer.Option(help=f"One of {', '.join(NAMES)}. [default: synthetic-1-1]")]
-Rounds = Annotated[int | None, typer.Option(help="Rounds; as published for the data set if not given.")]
-Devices = Annotated[int | None, typer.Option("--devices-per-round", help="K, the devices that train. [default: 10]")]
+
+def _silence_log(quiet: bool) -> bool:
+    if quiet:
+        logging.getLogger("fedcontext").setLevel(logging.ERROR)
+    return quiet
+
+
+File = Annotated[Path | None, typer.Argument(help="TOML file with settings; options override it.")]
+Preset = Annotated[
+    str | None, typer.Option(help=f"Settings to start from, which FILE and options override: {', '.join(PRESETS)}.")
+]
 K2 = Annotated[
-    str | None, typer.Option(help="Probes for the gradient: a number, N for all, 0 for the cohort. [default: N]")
+    str | None, typer.Option(metavar="0|N|INTEGER", help="The paper's name for --probes: 0 is cohort, N is all.")
 ]
-Pool = Annotated[
-    str | None, typer.Option(help="Devices beside the cohort for the expected rules, N for all. [default: N]")
-]
-Epochs = Annotated[str | None, typer.Option(help="Local epochs: a number, or a range to draw from. [default: 1..20]")]
-Batch = Annotated[int | None, typer.Option("--batch-size", help="Mini-batch of local SGD. [default: 10]")]
-Rate = Annotated[float | None, typer.Option("--learning-rate", help="As published for the data set if not given.")]
-Mu = Annotated[float | None, typer.Option(help="Proximal constant of FedProx and FOLB. [default: 0.1]")]
-Smoothness = Annotated[str | None, typer.Option(help="β: a number, 1/lr (the paper's), or measured. [default: 1/lr]")]
-Averaging = Annotated[str | None, typer.Option(help="FedAvg's and FedProx's: mean or samples. [default: mean]")]
-Probing = Annotated[
-    str | None, typer.Option("--probe-averaging", help="Of gradients: samples or mean. [default: samples]")
-]
-FleetName = Annotated[str | None, typer.Option("--fleet", help="Speeds and links: edge or even. [default: edge]")]
-Deadline = Annotated[
-    float | None, typer.Option(help="Seconds after which a round closes; 0 waits for all. [default: 0]")
-]
-Over = Annotated[
-    float | None, typer.Option("--over-select", help="Ask this share more devices, keep the first. [default: 0]")
-]
-Every = Annotated[
-    int | None, typer.Option("--eval-every", help="Evaluate every n-th round, and the last. [default: 1]")
-]
-DataSeed = Annotated[
-    int | None, typer.Option("--data-seed", help="For generating or partitioning the data. [default: 0]")
-]
-EngineName = Annotated[
-    str | None,
-    typer.Option(
-        "--engine", help="Who does the local work: reference, fast, ray or module. [default: fast where installed]"
-    ),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(help="softmax, logistic, mlp, cnn-small, cnn or resnet18 (engine 'torch'). [default: softmax]"),
-]
-Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda (engine 'torch'). [default: auto]")]
-Momentum = Annotated[float | None, typer.Option(help="Of local SGD (engine 'torch'). [default: 0]")]
-Decay = Annotated[float | None, typer.Option("--weight-decay", help="Of local SGD (engine 'torch'). [default: 0]")]
-Clip = Annotated[float | None, typer.Option(help="Largest norm of a gradient (engine 'torch'); 0: any. [default: 0]")]
 Out = Annotated[Path, typer.Option("--out", help="Directory for records and the TOML files that repeat the runs.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")]
-AsJson = Annotated[bool, typer.Option("--json", help="The result as JSON on standard output.")]
-ReportPage = Annotated[Path | None, typer.Option("--report", help="HTML page that follows the rounds as they finish.")]
-Track = Annotated[str, typer.Option(help="Send the numbers to tensorboard, mlflow or wandb too.")]
-Jobs = Annotated[int | None, typer.Option(min=1, help="Processes. [default: one for each core]")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", callback=_silence_log, help="Print errors only, and the result if --json is given.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+ReportPage = Annotated[Path | None, typer.Option("--report", help="HTML page that is updated while rounds finish.")]
+Track = Annotated[str, typer.Option(help="Also log to tensorboard, mlflow or wandb.")]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Number of processes. [default: one per core]")]
 
 
 class Command(TyperCommand):
-    """A command with plain help: Typer marks brackets for Rich even where Rich does not print them."""
+    """A command with plain help: Typer escapes brackets for Rich even where Rich does not print them."""
 
     def get_help(self, ctx: Any) -> str:
-        """Return the help without those marks."""
+        """Return the help without the escapes."""
         return super().get_help(ctx).replace(r"\[", "[")
 
 
-def settings_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the TOML file and of the options, which win, ready for `Experiment`."""
-    known = {field.name for field in dataclasses.fields(Experiment)} | {"algorithms", "seeds"}
-    settings = settings_from_toml(given["file"]) if given["file"] else {}
-    settings |= {name: value for name, value in given.items() if name in known and value is not None}
-    return settings
+def option_for(setting: Field[Any]) -> Any:
+    """Return the annotation of the option for a setting. Its value stays text: the setting's own check converts it."""
+    about = setting.metadata
+    help = f"{about['help']}. [default: {about['default']}]"
+    flag = f"--{setting.name.replace('_', '-')}"
+    return Annotated[str | None, typer.Option(flag, metavar=about["check"].metavar, help=help)]
 
 
-def listed(name: str, given: str | list[object]) -> list[str]:
-    """Return the values of a list with commas.
+OPTIONS = {setting.name: option_for(setting) for setting in fields(Experiment)}
 
-    >>> listed("seeds", "0, 1,2")
+
+def takes_settings(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator for a command whose first argument is a dict of settings.
+
+    The decorated command takes FILE, --preset, --k2 and the ``options`` (annotations by name) in place of that
+    argument; options override the file, and the file overrides the preset.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        annotations = {"file": File, "preset": Preset, **options, "k2": K2}
+        shared = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for name, annotation in annotations.items()
+        ]
+        own = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        ]
+
+        @functools.wraps(command)
+        def parsed(**values: Any) -> None:
+            given = {name: values.pop(name) for name in annotations}
+            command(merged(options, **given), **values)
+
+        parsed.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]
+        parsed.__annotations__ = {each.name: each.annotation for each in (*shared, *own)}
+        return parsed
+
+    return decorate
+
+
+def merged(
+    known: Mapping[str, Any], file: Path | None, preset: str | None, k2: str | None, **options: str | None
+) -> dict[str, Any]:
+    """Return the settings of the preset, overridden by those of the file, overridden by the options that were given."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if k2 is not None:
+        if "probes" in given:
+            raise FedcontextError("--probes and --k2 are the same setting: give one of them")
+        given["probes"] = probes_from(k2)
+    base = preset_named(preset) if preset else {}
+    settings = {name: value for name, value in base.items() if name in known}
+    return settings | (settings_from_toml(file, {**dict.fromkeys(SETTINGS), **known}) if file else {}) | given
+
+
+def probes_from(k2: str) -> str:
+    """Return the value of --probes for one of --k2.
+
+    >>> probes_from("0"), probes_from("N"), probes_from("20")
+    ('cohort', 'all', '20')
+    """
+    if k2 != "N" and not k2.isdecimal():
+        raise FedcontextError(f"k2 must be 0 (the cohort), N (all devices) or a number of devices, got {k2!r}")
+    return {"0": "cohort", "N": "all"}.get(k2, k2)
+
+
+def distinct(name: str, given: str | list[object]) -> list[str]:
+    """Return the values of a comma-separated list, or of one from a TOML file.
+
+    >>> distinct("seeds", "0, 1,2")
     ['0', '1', '2']
     """
-    texts = [str(text).strip() for text in (given.split(",") if isinstance(given, str) else given)]
-    if not all(texts) or len(set(texts)) < len(texts) or not texts:
-        raise FedcontextError(f"{name} must be different values with commas between, got {given!r}")
-    return texts
-
-
-def whole(name: str, text: str) -> int:
-    """Return a whole number, or name the option that it is not one of.
-
-    >>> whole("k2", "10")
-    10
-    """
-    try:
-        return int(text)
-    except ValueError:
-        raise FedcontextError(f"{name} must be a whole number, got {text!r}") from None
+    values = [str(value).strip() for value in (given.split(",") if isinstance(given, str) else given)]
+    if not values or not all(values) or len(set(values)) < len(values):
+        raise FedcontextError(f"{name} must be distinct comma-separated values, got {given!r}")
+    return values
 
 
 @contextmanager
 def interruptible(out_dir: Path) -> Iterator[None]:
-    """End the program with 130 on an interrupt, and say where the rounds that were done are."""
+    """Exit with 130 on an interrupt, and print where the completed rounds are."""
     try:
         yield
     except KeyboardInterrupt:
-        err.print(f"interrupted: the rounds that were done are in {out_dir}", style="yellow", highlight=False)
+        err.print(f"interrupted: completed rounds are in {out_dir}", style="yellow", highlight=False)
         raise typer.Exit(130) from None

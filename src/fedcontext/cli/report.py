@@ -1,4 +1,4 @@
-"""The commands that look at records: a report page, a table for other programs."""
+"""The commands that read records: `report` writes an HTML page, `export` a table."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ import typer
 
 from fedcontext.console import err, out
 
-Runs = Annotated[list[Path], typer.Argument(help="Files of runs (.jsonl), or directories with them.")]
+Runs = Annotated[list[Path], typer.Argument(help="Files of runs (.jsonl), or directories that contain them.")]
 
 
 def report(
     runs: Runs,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path("report.html"),
 ) -> None:
-    """Write one HTML page about runs: curves, costs, weights, promises, settings. It opens offline, anywhere."""
-    from fedcontext.report import write
+    """Write one HTML page about runs: curves, costs, weights, bounds and settings. It needs no network."""
+    from fedcontext.report import write_report
 
-    _say(write(runs, output))
+    _warn(write_report(runs, output))
     out.print(f"report: {output}", soft_wrap=True, highlight=False, markup=False)
 
 
 def export(
     runs: Runs,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The table to write: .parquet or .csv.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Table to write: .parquet or .csv.")],
 ) -> None:
-    """Write all rounds of runs as one tidy table, one row a round."""
+    """Write all rounds of runs as one tidy table, one row per round."""
     from fedcontext.results.export import export as write_table
 
     count, problems = write_table(runs, output)
-    _say(problems)
+    _warn(problems)
     out.print(f"table: {output}, {count} rounds", soft_wrap=True, highlight=False, markup=False)
 
 
-def _say(problems: Iterable[str]) -> None:
+def _warn(problems: Iterable[str]) -> None:
     for problem in problems:
         err.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What the terminal shows: live progress on standard error, tables on standard output."""
+"""Terminal output: a progress bar on standard error, tables on standard output."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fedcontext.records import RoundRecord
 from fedcontext.results.summary import LEVELS, Summary, median_rounds
 from fedcontext.runner import OnRound
 
-Summaries: TypeAlias = Mapping[str, Sequence[Summary]]  # by label, one for each seed
+Summaries: TypeAlias = Mapping[str, Sequence[Summary]]  # by algorithm, one per seed
 
-LARGE = 1e6  # from here on figures are written in short
+LARGE = 1e6  # numbers from here on are written in scientific notation
 
 
 @contextmanager
-def progress(what: str, total: int, quiet: bool) -> Iterator[OnRound]:
-    """Yield the function to call after every round; it moves a bar with an estimate of the time left."""
+def progress(title: str, total: int, quiet: bool) -> Iterator[OnRound]:
+    """Yield the function to call after every round; it advances a progress bar with the remaining time."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -35,38 +35,31 @@ def progress(what: str, total: int, quiet: bool) -> Iterator[OnRound]:
         TextColumn("{task.fields[latest]}"),
     )
     with Progress(*columns, console=err, disable=quiet, transient=True) as bar:
-        task = bar.add_task(what, total=total, latest="")
+        task = bar.add_task(title, total=total, latest="")
 
         def on_round(experiment: Experiment, record: RoundRecord) -> None:
-            values = "" if record.loss is None else f"loss {figure(record.loss, 3)} accuracy {record.accuracy:.3f}"
+            values = "" if record.loss is None else f"loss {decimal(record.loss, 3)} accuracy {record.accuracy:.3f}"
             bar.update(task, advance=1, latest=f"{experiment.algorithm} {values}")
 
         yield on_round
 
 
 def comparison(title: str, summaries: Summaries) -> Table:
-    """Return the table that compares algorithms: mean ± standard deviation over seeds, rounds as medians."""
+    """Return a table with one row per algorithm: mean ± standard deviation over seeds, medians for rounds."""
     levels = "/".join(f"{level * 100:.0f}" for level in LEVELS)
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0)
     )
     table.add_column("algorithm", no_wrap=True)
-    for heading in (
-        "final\nloss",
-        "final\naccuracy",
-        f"rounds to\n{levels}%",
-        "swing",
-        "loss\nrose",
-        "sim.\ns",
-        "MB\nup",
-    ):
+    headings = "final\nloss", "final\naccuracy", f"rounds to\n{levels}%", "swing", "loss\nrose", "sim.\ns", "MB\nup"
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True, overflow="fold")
     for label, runs in summaries.items():
         rounds = [median_rounds([run.rounds_to[level] for run in runs]) for level in LEVELS]
         table.add_row(
             label,
-            spread([run.loss for run in runs]),
-            spread([run.accuracy for run in runs]),
+            mean_and_deviation([run.loss for run in runs]),
+            mean_and_deviation([run.accuracy for run in runs]),
             "/".join(f"{count:g}" if np.isfinite(count) else "-" for count in rounds),
             f"{np.mean([run.swing for run in runs]):.3f}",
             f"{np.mean([run.rises for run in runs]):.0%}",
@@ -77,39 +70,38 @@ def comparison(title: str, summaries: Summaries) -> Table:
 
 
 def lost_rounds(summaries: Summaries) -> str:
-    """Return what to say of rounds in which too few devices answered; nothing where there are none.
+    """Return a line about the rounds with too few replies, empty if there are none.
 
     >>> from fedcontext.results.summary import summarise
     >>> lost_rounds({"fedavg": [summarise([])]})
     ''
     """
-    counts = {
-        label: (sum(run.lost for run in runs), sum(run.rounds for run in runs)) for label, runs in summaries.items()
-    }
-    told = [f"{label} {lost} of {rounds}" for label, (lost, rounds) in counts.items() if lost]
-    return f"rounds lost (too few devices answered in time, the model was kept): {', '.join(told)}" if told else ""
+    counts = {label: (sum(r.lost for r in runs), sum(r.rounds for r in runs)) for label, runs in summaries.items()}
+    parts = [f"{label} {lost} of {rounds}" for label, (lost, rounds) in counts.items() if lost]
+    return f"rounds lost (too few devices replied in time, the model was kept): {', '.join(parts)}" if parts else ""
 
 
-def spread(values: Sequence[float]) -> str:
-    """Return mean ± standard deviation; a single value stands alone.
+def mean_and_deviation(values: Sequence[float]) -> str:
+    """Return mean ± standard deviation, or a single value as it is.
 
-    >>> spread([1.0, 2.0]), spread([0.5])
+    >>> mean_and_deviation([1.0, 2.0]), mean_and_deviation([0.5])
     ('1.500±0.50', '0.500')
     """
-    return figure(float(np.mean(values)), 3) + (f"±{figure(float(np.std(values)), 2)}" if len(values) > 1 else "")
+    deviation = f"±{decimal(float(np.std(values)), 2)}" if len(values) > 1 else ""
+    return decimal(float(np.mean(values)), 3) + deviation
 
 
-def figure(value: float, decimals: int) -> str:
-    """Return a number with so many decimals; from a million on, as losses of a run that diverges, in short.
+def decimal(value: float, decimals: int) -> str:
+    """Return a number with so many decimals, or in scientific notation where it is large, as in diverging runs.
 
-    >>> figure(2.34567, 3), figure(1.2e9, 3), figure(-0.0001, 3)
+    >>> decimal(2.34567, 3), decimal(1.2e9, 3), decimal(-0.0001, 3)
     ('2.346', '1.2e+09', '0.000')
     """
     return f"{value:.1e}" if abs(value) >= LARGE else f"{value:z.{decimals}f}"
 
 
-def listing(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a plain table."""
+def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return a table of text."""
     table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:
         table.add_row(*row)

@@ -1,4 +1,4 @@
-"""The data sets by name: generated, from files, or any LEAF folder."""
+"""Data sets by name: synthetic, from files, or any LEAF folder."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import re
 from functools import lru_cache
 
 from fedcontext.datasets.federated import FederatedData, Split, federate
-from fedcontext.datasets.images import femnist, mnist
+from fedcontext.datasets.femnist import femnist
 from fedcontext.datasets.leaf import leaf
+from fedcontext.datasets.mnist import mnist
 from fedcontext.datasets.partition import dirichlet, iid, power_law, shards
 from fedcontext.datasets.synthetic import synthetic
 from fedcontext.errors import FedcontextError
 
 NAMES = {
-    "synthetic-iid": "generated: 30 devices, one model for all",
-    "synthetic-A-B": "generated: 30 devices that differ in model by A and in features by B, such as synthetic-1-1",
-    "synthetic-A-B-N": "the same with N devices, their samples made on demand, such as synthetic-1-1-1000000",
+    "synthetic-iid": "synthetic: 30 devices with the same distribution",
+    "synthetic-A-B": "synthetic: 30 devices that differ in model by A and in features by B, such as synthetic-1-1",
+    "synthetic-A-B-N": "the same with N devices, samples generated on demand, such as synthetic-1-1-1000000",
     "mnist": "1,000 devices with 2 digits each, sizes by a power law (FedProx)",
-    "femnist": "one device a writer, 62 classes (LEAF)",
+    "femnist": "one device per writer, 62 classes (LEAF)",
     "leaf:PATH": "any folder with LEAF's train/*.json and test/*.json",
 }
 
@@ -36,7 +37,7 @@ __all__ = [
 
 @lru_cache(maxsize=2)
 def load_dataset(name: str, seed: int = 0) -> FederatedData:
-    """Return a data set by its name; ``seed`` decides what is drawn in generating or partitioning it.
+    """Return a data set by name; ``seed`` determines the generated samples or the partition.
 
     >>> load_dataset("synthetic-iid").population
     30
@@ -47,7 +48,7 @@ def load_dataset(name: str, seed: int = 0) -> FederatedData:
     """
     if name == "synthetic-iid":
         return synthetic(0, 0, iid=True, seed=seed)
-    if numbers := re.fullmatch(r"synthetic-(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)(?:-(\d+))?", name):
+    if numbers := re.fullmatch(r"synthetic-(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)(?:-(\d{1,18}))?", name):
         count, on_demand = int(numbers[3] or 30), numbers[3] is not None
         return synthetic(float(numbers[1]), float(numbers[2]), devices=count, seed=seed, on_demand=on_demand)
     if name == "mnist":
@@ -56,4 +57,4 @@ def load_dataset(name: str, seed: int = 0) -> FederatedData:
         return femnist()
     if name.startswith("leaf:"):
         return leaf(name.removeprefix("leaf:"))
-    raise FedcontextError(f"dataset must be one of {', '.join(NAMES)}, got {name!r}")
+    raise FedcontextError(f"dataset must be one of {', '.join(NAMES)}, got {name[:80]!r}")

@@ -1,14 +1,17 @@
-"""Where data files are: a directory of the user's first, then the cache, which `fetch` fills with checked downloads."""
+"""Data files: searched in ``$FEDCONTEXT_DATA``, then in the cache, into which `fetch` downloads them."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -18,12 +21,14 @@ import numpy.typing as npt
 from fedcontext.errors import FedcontextError
 
 VARIABLE = "FEDCONTEXT_DATA"
-LIMIT = 4 * 2**30  # bytes; nothing larger is downloaded or unpacked
+MAX_DOWNLOAD = 4 * 2**30  # bytes
+MAX_RATIO = 50  # of unpacked to packed bytes; images compress by 5 to 10, and more is a mistake or an attack
+UNREADABLE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, OSError, KeyError, RuntimeError, OverflowError)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data file: the names it may have in a data directory, and where its publisher offers it."""
+    """A data file: the names it may have, and where it is published."""
 
     names: tuple[str, ...]
     url: str
@@ -32,7 +37,7 @@ class Source:
 
     @property
     def download(self) -> str:
-        """Return the file name under which the download is kept."""
+        """Return the file name of the download."""
         return self.url.rsplit("/", 1)[-1]
 
 
@@ -52,57 +57,64 @@ SOURCES = {
 }
 
 
-def cache() -> Path:
-    """Return the directory that downloads go to."""
+def cache_folder() -> Path:
+    """Return the directory of downloads and prepared data."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "fedcontext"
 
 
-def where(name: str) -> Path | None:
-    """Return the file of a data set if it is at hand: in ``$FEDCONTEXT_DATA``, else in the cache."""
+def candidates(name: str) -> list[Path]:
+    """Return the paths where the file of a data set may be: in ``$FEDCONTEXT_DATA``, then in the cache."""
     folders = [Path(os.environ[VARIABLE])] if os.environ.get(VARIABLE) else []
-    candidates = [folder / file for folder in [*folders, cache()] for file in source(name).names]
-    return next((path for path in candidates if path.is_file()), None)
+    return [folder / file for folder in [*folders, cache_folder()] for file in source(name).names]
+
+
+def where(name: str) -> Path | None:
+    """Return the file of a data set, or None if there is none."""
+    return next((path for path in candidates(name) if path.is_file()), None)
 
 
 def find(name: str) -> Path:
-    """Return the file of a data set, or say the three ways to get it."""
-    found = where(name)
-    if found is None:
-        known = source(name)
+    """Return the file of a data set, or raise an error that says where it was searched and how to get it."""
+    path = where(name)
+    if path is None:
+        searched, folder = ", ".join(map(str, candidates(name))), os.environ.get(VARIABLE)
+        wrong = f" ({VARIABLE}={folder} is not a directory)" if folder and not Path(folder).is_dir() else ""
         raise FedcontextError(
-            f"the {name} data is not here. Either run `fedcontext data fetch {name}`, or set {VARIABLE} to a directory"
-            f" that holds {known.names[0]}, or put that file into {cache()}"
+            f"{name} data not found, searched {searched}{wrong}. Run `fedcontext data fetch {name}`, or set {VARIABLE} "
+            f"to a directory that contains {source(name).names[0]}"
         )
-    return found
+    return path
 
 
 def source(name: str) -> Source:
-    """Return where a data set comes from.
+    """Return the source of a data set.
 
     >>> source("mnist").download
     'mnist.npz'
     """
     if name not in SOURCES:
-        raise FedcontextError(f"there is no file for data set {name!r}, only for {', '.join(SOURCES)}")
+        raise FedcontextError(f"data files exist only for {', '.join(SOURCES)}, got {name[:80]!r}")
     return SOURCES[name]
 
 
 def fetch(name: str, progress: Callable[[int, int], None] = lambda done, total: None) -> Path:
-    """Download a data set into the cache and return its file; nothing is kept unless its SHA-256 is right."""
-    known, folder = source(name), cache()
+    """Download a data set into the cache and return its path; a file with a wrong SHA-256 is deleted."""
+    known, folder = source(name), cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         partial = Path(scratch) / known.download
         try:
             digest = _download(known.url, partial, progress)
         except FedcontextError as error:
-            others = f"set {VARIABLE} to a directory that holds {known.names[0]}, or put that file into {folder}"
-            raise FedcontextError(f"{error}. You can also {others}") from None
+            other = f"set {VARIABLE} to a directory that contains {known.names[0]}"
+            raise FedcontextError(f"{error}. Or download it yourself and {other}") from None
         if digest != known.sha256:
-            raise FedcontextError(f"{known.url}: SHA-256 must be {known.sha256}, got {digest}; nothing was kept")
+            raise FedcontextError(
+                f"{known.url}: SHA-256 must be {known.sha256}, got {digest}; the download was deleted"
+            )
         if partial.suffix != ".npz":
-            from fedcontext.datasets.femnist_archive import unpack
+            from fedcontext.datasets.femnist import unpack
 
             partial = unpack(partial)
         target = folder / (known.names[0] if partial.name == known.download else known.names[-1])
@@ -116,8 +128,8 @@ def _download(url: str, target: Path, progress: Callable[[int, int], None]) -> s
             total = int(response.headers.get("Content-Length") or 0)
             while chunk := response.read(2**20):
                 done += len(chunk)
-                if done > LIMIT:
-                    raise FedcontextError(f"{url}: larger than {LIMIT} bytes, stopped")
+                if done > MAX_DOWNLOAD:
+                    raise FedcontextError(f"{url}: larger than {MAX_DOWNLOAD} bytes; stopped")
                 digest.update(chunk)
                 file.write(chunk)
                 progress(done, total)
@@ -127,36 +139,44 @@ def _download(url: str, target: Path, progress: Callable[[int, int], None]) -> s
 
 
 def read_arrays(
-    path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    optional: Set[str] = frozenset(),
-) -> dict[str, npt.NDArray[np.uint8]]:
-    """Return the named arrays of an .npz file, their headers checked before any memory is taken (-1: any length)."""
+    path: Path, shapes: Mapping[str, tuple[int, ...]], optional: Set[str] = frozenset()
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the named arrays of an .npz file: uint8 images and integer vectors of the given shapes (-1: any length).
+
+    The headers are checked before memory is allocated: what they claim may be at most ``MAX_RATIO`` times the file.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             members = {name.removesuffix(".npy") for name in archive.namelist()}
             if missing := shapes.keys() - members:
                 raise FedcontextError(f"{path}: lacks {', '.join(sorted(missing))}")
             wanted = {**shapes, **dict.fromkeys(optional & members, (-1,))}
-            lengths = {_check_header(path, archive, name, shape) for name, shape in wanted.items() if shape[0] == -1}
-            for name, shape in wanted.items():
-                _check_header(path, archive, name, shape)
-            if len(lengths) > 1:
-                raise FedcontextError(f"{path}: its arrays have different lengths: {sorted(lengths)}")
+            headers = {name: _header(path, archive, name, shape) for name, shape in wanted.items()}
+        lengths = {headers[name][0][0] for name, shape in wanted.items() if shape[0] == -1}
+        if len(lengths) > 1:
+            raise FedcontextError(f"{path}: its arrays have different lengths: {sorted(lengths)}")
+        claimed, size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in headers.values()), path.stat().st_size
+        if claimed > MAX_RATIO * size:
+            raise FedcontextError(f"{path}: its headers claim {claimed} bytes, too many for a file of {size}")
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in wanted}
-    except (zipfile.BadZipFile, ValueError, OSError) as error:
-        raise (
-            error if isinstance(error, FedcontextError) else FedcontextError(f"{path}: not readable ({error})")
-        ) from None
+    except FedcontextError:
+        raise
+    except UNREADABLE as error:
+        raise FedcontextError(f"{path}: not readable ({type(error).__name__}: {str(error)[:200]})") from None
 
 
-def _check_header(path: Path, archive: zipfile.ZipFile, name: str, expected: tuple[int, ...]) -> int:
+def _header(
+    path: Path, archive: zipfile.ZipFile, name: str, expected: tuple[int, ...]
+) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return the shape and dtype that the header of one array claims, if they are as expected."""
     with archive.open(f"{name}.npy") as member:
         version = np.lib.format.read_magic(member)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(member)
     fits = len(shape) == len(expected) and all(want in (-1, got) for want, got in zip(expected, shape, strict=True))
-    if not fits or dtype.kind not in "buif" or int(np.prod(shape)) * dtype.itemsize > LIMIT:
-        raise FedcontextError(f"{path}: {name} must be numbers of shape {expected}, got {dtype} {shape}")
-    return int(shape[0])
+    is_type = dtype == np.uint8 if len(expected) == 3 else dtype.kind in "bui"
+    if not fits or not is_type or min(shape) < 0:
+        kind, got = "uint8" if len(expected) == 3 else "integers", f"{dtype} {shape}"[:100]
+        raise FedcontextError(f"{path}: {name} must be {kind} of shape {expected}, got {got}")
+    return shape, dtype

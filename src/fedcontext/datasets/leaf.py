@@ -1,15 +1,18 @@
-"""Any data set in LEAF's JSON layout: folders ``train`` and ``test`` of files with users and user_data."""
+"""Data sets in LEAF's JSON format: folders ``train`` and ``test`` of files with users, num_samples and user_data."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from fedcontext.datasets.federated import Features, FederatedData, check_arrays, join
+from fedcontext.datasets.federated import FederatedData, Samples, check_arrays, join
 from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray
+
+MAX_CLASSES = 1_000_000  # a larger label is a mistake, and its model would fill the memory
 
 
 def leaf(folder: str | Path) -> FederatedData:
@@ -18,41 +21,58 @@ def leaf(folder: str | Path) -> FederatedData:
     A device without training samples is left out; one without test samples stays.
     """
     root = Path(folder)
-    train, test = _users(root / "train"), _users(root / "test")
+    train, test = _read_folder(root / "train"), _read_folder(root / "test")
     widths = {features.shape[1] for side in (train, test) for features, labels in side.values() if len(labels)}
     if len(widths) > 1:
-        raise FedcontextError(f"{root}: users have different numbers of features: {sorted(widths)}")
+        raise FedcontextError(f"{root}: users have different numbers of features: {str(sorted(widths))[:100]}")
     names = [name for name, (_, labels) in train.items() if len(labels)]
     if not names:
         raise FedcontextError(f"{root / 'train'}: no device has training samples")
-    none = (train[names[0]][0][:0], train[names[0]][1][:0])
-    tests = [test[name] if name in test and len(test[name][1]) else none for name in names]
+    nothing = (train[names[0]][0][:0], train[names[0]][1][:0])
+    tests = [test[name] if name in test and len(test[name][1]) else nothing for name in names]
     sides = join([train[name] for name in names]), join(tests)
-    labels = np.concatenate([side.labels for side in sides])
-    return FederatedData(f"leaf:{root}", *sides, classes=int(labels.max()) + 1)
+    return FederatedData(f"leaf:{root}", *sides, classes=1 + max(int(side.labels.max(initial=0)) for side in sides))
 
 
-def _users(folder: Path) -> dict[str, tuple[Features, IntArray]]:
+def _read_folder(folder: Path) -> dict[str, Samples]:
     files = sorted(folder.glob("*.json"))
     if not files:
         raise FedcontextError(f"{folder}: no LEAF .json file found")
-    users: dict[str, tuple[Features, IntArray]] = {}
+    users: dict[str, Samples] = {}
     for file in files:
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
-            for name in content["users"]:
-                users[str(name)] = _samples(f"{file}, user {name}", content["user_data"][name])
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise FedcontextError(f"{file}: not LEAF JSON ({type(error).__name__}: {error})") from None
+            names, data = content["users"], content["user_data"]
+            counts = content.get("num_samples", [len(data[name]["y"]) for name in names])
+            for name, count in zip(names, counts, strict=True):
+                if str(name) in users:
+                    raise ValueError(f"user {name!r} occurs twice in {folder}")
+                users[str(name)] = _samples(str(name), count, data[name])
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, OSError) as error:
+            reason = f"not LEAF JSON ({type(error).__name__}: {error})"
+            reason = str(error) if isinstance(error, FedcontextError) else reason
+            raise FedcontextError(f"{file}: {reason[:300]}") from None
     return users
 
 
-def _samples(owner: str, data: dict[str, list[float]]) -> tuple[Features, IntArray]:
+def _samples(name: str, count: int, data: dict[str, Any]) -> Samples:
+    user = f"user {name[:80]!r}"
+    labels = _labels(user, data["y"])
+    if not len(labels) == len(data["x"]) == count:
+        raise FedcontextError(f"{user} has {len(data['x'])} x and {len(labels)} y, but num_samples {str(count)[:80]}")
     try:
-        labels = np.asarray(data["y"], dtype=np.int64)
-        features = np.asarray(data["x"], dtype=np.float32).reshape(len(labels), -1 if len(labels) else 0)
-        if len(labels):
+        with np.errstate(over="ignore"):  # what does not fit into float32 becomes infinite and is reported below
+            features = np.asarray(data["x"], dtype=np.float32).reshape(count, -1 if count else 0)
+        if count:
             check_arrays(features, labels)
-    except (ValueError, OverflowError) as error:
-        raise FedcontextError(f"{owner}: {error}") from None
+    except (ValueError, OverflowError) as error:  # text, or rows of different lengths
+        raise FedcontextError(f"{user}: x: {error}") from None
     return features, labels
+
+
+def _labels(user: str, given: list[Any]) -> IntArray:
+    """Return labels as int64; JSON files may write them as floats, such as 3.0."""
+    numbers = all(type(label) in (int, float) and 0 <= label < MAX_CLASSES and label == int(label) for label in given)
+    if not numbers:
+        raise FedcontextError(f"{user}: y must be whole numbers from 0 to {MAX_CLASSES - 1}, got {str(given)[:80]}")
+    return np.array(given, np.int64)

@@ -1,4 +1,4 @@
-"""Ways to split array data over devices. Each returns, for every device, the shuffled indices of its samples."""
+"""Partitioners: each returns the shuffled sample indices of every device."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ def iid(labels: IntArray, devices: int, random: np.random.Generator) -> list[Int
 
 
 def shards(labels: IntArray, devices: int, random: np.random.Generator, per_device: int = 2) -> list[IntArray]:
-    """Return parts of few classes: sorted by class, cut into shards, ``per_device`` of them dealt to each device.
+    """Return parts of few classes: samples sorted by class are cut into shards, ``per_device`` for each device.
 
     >>> labels = np.repeat(np.arange(10), 20)
     >>> parts = shards(labels, 10, np.random.default_rng(0))
     >>> max(len(np.unique(labels[part])) for part in parts)
     2
     """
+    labels = np.asarray(labels)
     _check(len(labels), devices * per_device)
     order = random.permutation(len(labels))
     pieces = np.array_split(order[np.argsort(labels[order], kind="stable")], devices * per_device)
-    dealt = random.permutation(len(pieces)).reshape(devices, per_device)
-    return [random.permutation(np.concatenate([pieces[piece] for piece in hand])) for hand in dealt]
+    assigned = random.permutation(len(pieces)).reshape(devices, per_device)
+    return [random.permutation(np.concatenate([pieces[piece] for piece in own])) for own in assigned]
 
 
 def dirichlet(labels: IntArray, devices: int, random: np.random.Generator, alpha: float = 0.5) -> list[IntArray]:
@@ -42,6 +43,7 @@ def dirichlet(labels: IntArray, devices: int, random: np.random.Generator, alpha
     90
     """
     positive("alpha", alpha)
+    labels = np.asarray(labels)
     _check(len(labels), devices)
     parts: list[list[IntArray]] = [[] for _ in range(devices)]
     for label in np.unique(labels):
@@ -49,7 +51,7 @@ def dirichlet(labels: IntArray, devices: int, random: np.random.Generator, alpha
         cuts = np.cumsum(random.dirichlet(np.full(devices, alpha)))[:-1] * len(members)
         for part, piece in zip(parts, np.split(members, cuts.astype(int)), strict=True):
             part.append(piece)
-    return _none_empty([random.permutation(np.concatenate(part)) for part in parts])
+    return _fill_empty([random.permutation(np.concatenate(part)) for part in parts])
 
 
 def power_law(labels: IntArray, devices: int, random: np.random.Generator, sigma: float = 2.0) -> list[IntArray]:
@@ -63,11 +65,11 @@ def power_law(labels: IntArray, devices: int, random: np.random.Generator, sigma
     _check(len(labels), devices)
     shares: FloatArray = np.exp(sigma * random.standard_normal(devices))
     cuts = np.cumsum(shares / shares.sum())[:-1] * len(labels)
-    return _none_empty(np.split(random.permutation(len(labels)), cuts.astype(int)))
+    return _fill_empty(np.split(random.permutation(len(labels)), cuts.astype(int)))
 
 
-def _none_empty(parts: list[IntArray]) -> list[IntArray]:
-    """Return the parts after each empty device took one sample from the largest."""
+def _fill_empty(parts: list[IntArray]) -> list[IntArray]:
+    """Return the parts, each empty one filled with a sample of the largest."""
     for device, part in enumerate(parts):
         if len(part) == 0:
             largest = max(range(len(parts)), key=lambda k: len(parts[k]))

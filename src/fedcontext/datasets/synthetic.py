@@ -7,19 +7,20 @@ from collections.abc import Callable
 import numpy as np
 
 from fedcontext.datasets.federated import (
-    DrawnSplit,
     Features,
     FederatedData,
+    LazySplit,
     Samples,
     federate,
     join,
-    kept_for_training,
+    train_sizes,
 )
 from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray, Stream, generator
 
 DIMENSION, CLASSES = 60, 10
-EVALUATION_DEVICES = 100  # devices on which a model is evaluated where data is made on demand
+EVALUATION_DEVICES = 100  # on whose samples models are evaluated if samples are generated on demand
+MAX_DEVICES = 10_000_000  # a few numbers are kept of each
 
 
 def synthetic(
@@ -28,8 +29,8 @@ def synthetic(
     """Return Synthetic(a, b): on device k, y = argmax(W x + c) with W, c ~ N(u, 1), u ~ N(0, a).
 
     Features have mean ~ N(B, 1) with B ~ N(0, b), and covariance diag(j^-1.2); sizes are lognormal(4, 2) + 50. ``iid`` gives all devices one
-    W, c ~ N(0, 1) and zero means. As in the published code, a and b are standard deviations. ``on_demand`` makes the
-    samples of a device when it trains, the same as without it, and evaluates on 100 devices drawn once.
+    W, c ~ N(0, 1) and zero means. As in the published code, a and b are standard deviations. ``on_demand`` generates the
+    same samples only when a device trains, and evaluates on a fixed random subset of 100 devices.
 
     >>> data = synthetic(1, 1)
     >>> data.population, data.dimension, data.classes
@@ -39,39 +40,37 @@ def synthetic(
     """
     if not (0 <= a < np.inf and 0 <= b < np.inf):
         raise FedcontextError(f"synthetic-A-B needs finite A and B of 0 or more, got {a} and {b}")
-    if devices < 1:
-        raise FedcontextError(f"synthetic-A-B-N needs at least 1 device, got {devices}")
+    if not 1 <= devices <= MAX_DEVICES:
+        raise FedcontextError(f"synthetic-A-B-N needs N from 1 to {MAX_DEVICES} devices, got {devices}")
     sizes = generator(seed, 0, Stream.DATA).lognormal(4, 2, devices).astype(int) + 50
     shared = generator(seed, 1, Stream.DATA)
     common = (shared.standard_normal((DIMENSION, CLASSES)), shared.standard_normal(CLASSES)) if iid else None
 
-    def draw(k: int) -> Samples:
+    def generate(k: int) -> Samples:
         return _device(generator(seed, 2, Stream.DATA, k), int(sizes[k]), a, b, common)
 
     name = "synthetic-iid" if iid else f"synthetic-{a:g}-{b:g}"
     if on_demand:
-        evaluation = np.sort(
-            generator(seed, 3, Stream.DATA).choice(devices, min(EVALUATION_DEVICES, devices), replace=False)
-        )
-        return _on_demand(f"{name}-{devices}", sizes, draw, evaluation.tolist())
-    parts = [draw(k) for k in range(devices)]
-    rows = np.split(np.arange(sizes.sum()), np.cumsum(sizes)[:-1])
-    features, labels = (np.concatenate(side) for side in zip(*parts, strict=True))
-    return federate(features, labels, rows, name=name, classes=CLASSES)
+        random = generator(seed, 3, Stream.DATA)
+        chosen = np.sort(random.choice(devices, min(EVALUATION_DEVICES, devices), replace=False))
+        return _on_demand(f"{name}-{devices}", sizes, generate, chosen.tolist())
+    whole = join([generate(k) for k in range(devices)])
+    rows = np.split(np.arange(sizes.sum()), whole.offsets[1:-1])
+    return federate(whole.features, whole.labels, rows, name=name, classes=CLASSES)
 
 
-def _on_demand(name: str, sizes: IntArray, draw: Callable[[int], Samples], evaluation: list[int]) -> FederatedData:
-    counts = kept_for_training(sizes)
+def _on_demand(name: str, sizes: IntArray, generate: Callable[[int], Samples], evaluation: list[int]) -> FederatedData:
+    counts = train_sizes(sizes)
 
     def training(k: int) -> Samples:
-        features, labels = draw(k)
+        features, labels = generate(k)
         return features[: counts[k]], labels[: counts[k]]
 
     def test(k: int) -> Samples:
-        features, labels = draw(k)
+        features, labels = generate(k)
         return features[counts[k] :], labels[counts[k] :]
 
-    train = DrawnSplit(counts, training, join([training(k) for k in evaluation]))
+    train = LazySplit(counts, training, join([training(k) for k in evaluation]))
     return FederatedData(name, train, join([test(k) for k in evaluation]), CLASSES)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedcontext.arrays.tree import FloatArray
-from fedcontext.datasets.federated import FederatedData, check_devices, is_everyone
+from fedcontext.datasets.federated import FederatedData, check_devices, full_participation
 from fedcontext.engines.softmax import weighted_sum
 from fedcontext.errors import FedcontextError, require
 from fedcontext.plan import IntArray
@@ -72,7 +72,7 @@ class SoftmaxRay:
 
     def gradient(self, params: Matrix, devices: IntArray, weights: FloatArray) -> Matrix:
         """Return Σ weights ∇F_k(params)."""
-        if not is_everyone(self.data.train, devices):
+        if not full_participation(self.data.train, devices):
             return weighted_sum(weights, self.gradients(params, devices))
         whole: Matrix = self.here.gradient(params, devices, weights)
         return whole

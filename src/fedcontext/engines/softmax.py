@@ -18,8 +18,7 @@ from fedcontext.datasets.federated import (
     Samples,
     Split,
     check_devices,
-    evaluation_split,
-    is_everyone,
+    full_participation,
 )
 from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray, batches
@@ -105,7 +104,7 @@ class SoftmaxReference:
 
     def __init__(self, data: FederatedData, dtype: npt.DTypeLike = np.float32) -> None:
         self.data, self.dtype = data, np.dtype(dtype)
-        self.train_split, self.test_split = data.train.each(self._cast), data.test.each(self._cast)
+        self.train_split, self.test_split = data.train.map(self._cast), data.test.map(self._cast)
 
     def _cast(self, samples: Samples) -> Samples:
         return samples[0].astype(self.dtype, copy=False), samples[1]
@@ -142,9 +141,9 @@ class SoftmaxReference:
     def gradient(self, params: Matrix, devices: IntArray, weights: FloatArray) -> Matrix:
         """Return Σ weights ∇F_k(params): one pass over the data where everyone is asked, device by device else."""
         check_params(params, self.initial_params())
-        if not is_everyone(self.train_split, devices):
+        if not full_participation(self.train_split, devices):
             return weighted_sum(weights, self.gradients(params, devices))
-        train, total = evaluation_split(self.train_split), np.zeros(params.shape)
+        train, total = self.train_split.evaluation, np.zeros(params.shape)
         each = np.repeat(weights / train.sizes, train.sizes).astype(self.dtype)
         for rows in _blocks(train):
             total += gradient(params, train.features[rows], train.labels[rows], each[rows])
@@ -153,7 +152,7 @@ class SoftmaxReference:
     def evaluate(self, params: Matrix) -> tuple[float, float]:
         """Return the mean loss over all training samples and the share of all test samples classified right."""
         check_params(params, self.initial_params())
-        train, test = evaluation_split(self.train_split), self.test_split
+        train, test = self.train_split.evaluation, self.test_split
         loss = sum(float(losses(params, train.features[b], train.labels[b]).sum(dtype=float)) for b in _blocks(train))
         right = sum(int((_guess(params, test.features[b]) == test.labels[b]).sum()) for b in _blocks(test))
         return loss / len(train.labels), right / max(1, len(test.labels))

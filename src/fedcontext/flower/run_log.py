@@ -63,7 +63,7 @@ class History:
         self.number, self.lost, self._loss = (found.facts[name] for name in ("number", "lost", "loss"))
         self.rule_state = found.rule
         if self._records:
-            records.keep(self._records, self.number)
+            records.truncate_run(self._records, self.number)
         log.info("going on after round %d, from %s", self.number, self._checkpoint)
         params: Arrays = found.params
         return params
@@ -120,7 +120,7 @@ class History:
             judged: dict[str, Any] = {"loss": loss, "accuracy": accuracy, "measured_change": change, "curvature": bent}
             record = replace(self._open, **judged, seconds=seconds)
             with self._records.open("a", encoding="utf-8") as file:
-                list(records.write(self._settings, [record], file))
+                list(records.stream_records(self._settings, [record], file))
         self.number, self._loss, self._judged = number, loss, {}
         self._open = self._result = None
         if self._checkpoint is not None:

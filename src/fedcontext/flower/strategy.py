@@ -229,7 +229,7 @@ class ContextualStrategy(Strategy):
     def _begin(self, initial: ArrayRecord, rounds: int, rule: Rule) -> ArrayRecord:
         if bad := [name for name, array in arrays_of(initial).items() if not all_finite(array)]:
             raise FedcontextError(f"the initial model has NaN or infinite entries in {', '.join(bad)}")
-        settings: dict[str, Any] = {"rounds": rounds, "seed": self.seed, "k2": self.probes}
+        settings: dict[str, Any] = {"rounds": rounds, "seed": self.seed, "probes": self.probes}
         settings |= {"algorithm": f"{type(self.inner).__name__}, {rule.name}", "smoothness": rule.smoothness}
         params = self.history.begin(arrays_of(initial), self._identity(rule), settings)
         return initial if params is None else record_of(params)

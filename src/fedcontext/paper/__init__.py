@@ -1,1 +1,1 @@
-"""The paper's experiments: what they are, the figures, and what became of its claims."""
+"""Reproduction of the paper: its experiments, figures and claims."""

@@ -1,4 +1,4 @@
-"""The experiments of the paper's section IV, as data: which runs stand behind which line of which figure."""
+"""The experiments of the paper's section IV as data: the settings behind every curve of every figure."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from fedcontext.experiment import LEARNING_RATES, Experiment
 
 SEEDS = (0, 1, 2)
 QUICK_ROUNDS = 6
-MUS = (0.01, 0.1, 1.0)  # of FedProx's grid; the paper does not say which it used
+MUS = (0.01, 0.1, 1.0)  # from FedProx's grid; the paper does not state its values
 DATASETS = {"MNIST": "mnist", "FEMNIST": "femnist", "Synthetic_IID": "synthetic-iid", "Synthetic_1_1": "synthetic-1-1"}
+K2 = {"N": "all", "50": 50, "20": 20, "10": 10, "0": "cohort"}  # the paper's notation, and the setting `probes`
 BETAS = {"1/lr": "β = 1/lr", "measured": "β measured"}
 
 
 @dataclass(frozen=True)
-class Line:
-    """One line of a figure, run once for each seed."""
+class Series:
+    """One curve or bar of a figure: the same settings, run once per seed."""
 
-    sheet: str  # one picture
-    panel: str  # one pair of axes in it
+    figure: str
+    panel: str  # of the figure
     label: str
     settings: tuple[tuple[str, Any], ...]
 
     def experiment(self, seed: int, quick: bool = False) -> Experiment:
-        """Return the run for one seed; the quick one has a few rounds only."""
+        """Return the experiment for one seed; a quick one has only a few rounds."""
         rounds = {"rounds": QUICK_ROUNDS} if quick else {}
         return Experiment(**{**dict(self.settings), "seed": seed, **rounds})
 
@@ -38,18 +39,18 @@ class Study:
 
     name: str
     title: str
-    drawn_as: str  # curves, weights or bars
-    lines: tuple[Line, ...]
+    chart: str  # curves, weights or bars
+    series: tuple[Series, ...]
 
-    def quick_lines(self) -> tuple[Line, ...]:
-        """Return the lines of the first picture: enough to see that everything works."""
-        return tuple(line for line in self.lines if line.sheet == self.lines[0].sheet)
+    def quick_series(self) -> tuple[Series, ...]:
+        """Return the series of the first figure, for a short trial."""
+        return tuple(series for series in self.series if series.figure == self.series[0].figure)
 
 
-def study_named(name: str) -> Study:
-    """Return one of the paper's experiments.
+def get_study(name: str) -> Study:
+    """Return the study called ``name``.
 
-    >>> study_named("variants").drawn_as
+    >>> get_study("variants").chart
     'curves'
     """
     if name not in STUDIES:
@@ -57,66 +58,74 @@ def study_named(name: str) -> Study:
     return STUDIES[name]
 
 
-def runs_of(lines: Sequence[Line], quick: bool = False) -> list[Experiment]:
-    """Return the different runs behind ``lines``: several lines may share one."""
-    return list(dict.fromkeys(line.experiment(seed, quick) for line in lines for seed in SEEDS))
+def experiments_of(series: Sequence[Series], quick: bool = False) -> list[Experiment]:
+    """Return the distinct experiments behind ``series``: several series may share one."""
+    return list(dict.fromkeys(each.experiment(seed, quick) for each in series for seed in SEEDS))
 
 
-def _line(sheet: str, panel: str, label: str, **settings: Any) -> Line:
-    return Line(sheet, panel, label, tuple(settings.items()))
+def _series(figure: str, panel: str, label: str, **settings: Any) -> Series:
+    return Series(figure, panel, label, tuple(settings.items()))
 
 
-def _variants() -> Iterator[Line]:
+def _variants() -> Iterator[Series]:
     """Figures 2 and 3: FedProx (Contextual) with K2 in N, 50, 20, 10, 0, for several mu, on MNIST."""
     common = {"dataset": "mnist", "algorithm": "fedprox-contextual"}
     for probing, mus in (("samples", MUS), ("mean", (0.1,))):
         for beta, beta_label in BETAS.items():
-            sheet = f"{beta_label}, gradients by {probing}"
-            for mu, k2 in product(mus, ("N", 50, 20, 10, 0)):
-                settings = {"mu": mu, "k2": k2, "smoothness": beta, "probe_averaging": probing}
-                yield _line(sheet, f"μ = {mu:g}", f"K2 = {k2}", **common, **settings)
+            figure = f"{beta_label}, gradients by {probing}"
+            for mu, (k2, probes) in product(mus, K2.items()):
+                settings = {"mu": mu, "probes": probes, "smoothness": beta, "probe_averaging": probing}
+                yield _series(figure, f"μ = {mu:g}", f"K2 = {k2}", **common, **settings)
 
 
-def _weights() -> Iterator[Line]:
+def _weights() -> Iterator[Series]:
     """Figure 7: the aggregation weights of FedAvg (Contextual) at three stages."""
     for beta, beta_label in BETAS.items():
-        yield _line(beta_label, "MNIST", "weights", dataset="mnist", algorithm="fedavg-contextual", smoothness=beta)
+        yield _series(beta_label, "MNIST", "weights", dataset="mnist", algorithm="fedavg-contextual", smoothness=beta)
 
 
-def _algorithms(sheet: str, panel: str, averaging: str, beta: str, mu: float, **common: Any) -> Iterator[Line]:
-    """One panel that compares the five algorithms; settings that an algorithm does not use stay at their defaults."""
-    yield _line(sheet, panel, "FedAvg", algorithm="fedavg", averaging=averaging, **common)
-    yield _line(sheet, panel, "FedProx", algorithm="fedprox", averaging=averaging, mu=mu, **common)
-    yield _line(sheet, panel, "FOLB", algorithm="folb", mu=mu, **common)
-    yield _line(sheet, panel, "FedAvg (Contextual)", algorithm="fedavg-contextual", smoothness=beta, **common)
-    yield _line(sheet, panel, "FedProx (Contextual)", algorithm="fedprox-contextual", smoothness=beta, mu=mu, **common)
-    yield _line(
-        sheet, panel, "FedAvg (Contextual), K2 = 0", algorithm="fedavg-contextual", smoothness=beta, k2=0, **common
+def _algorithms(figure: str, panel: str, averaging: str, beta: str, mu: float, **common: Any) -> Iterator[Series]:
+    """One panel that compares the five algorithms; unused settings stay at their defaults."""
+    yield _series(figure, panel, "FedAvg", algorithm="fedavg", averaging=averaging, **common)
+    yield _series(figure, panel, "FedProx", algorithm="fedprox", averaging=averaging, mu=mu, **common)
+    yield _series(figure, panel, "FOLB", algorithm="folb", mu=mu, **common)
+    yield _series(figure, panel, "FedAvg (Contextual)", algorithm="fedavg-contextual", smoothness=beta, **common)
+    yield _series(
+        figure, panel, "FedProx (Contextual)", algorithm="fedprox-contextual", smoothness=beta, mu=mu, **common
+    )
+    yield _series(
+        figure,
+        panel,
+        "FedAvg (Contextual), K2 = 0",
+        algorithm="fedavg-contextual",
+        smoothness=beta,
+        probes="cohort",
+        **common,
     )
 
 
-def _comparison() -> Iterator[Line]:
+def _comparison() -> Iterator[Series]:
     """Figures 4 and 5: the five algorithms on MNIST for several mu, under both averagings and both choices of β."""
     for rate in (0.03, 0.3):
         for averaging in ("mean", "samples"):
             for beta, beta_label in BETAS.items():
-                sheet = f"lr {rate:g}, averaging by {averaging}, {beta_label}"
+                figure = f"lr {rate:g}, averaging by {averaging}, {beta_label}"
                 for mu in MUS:
                     yield from _algorithms(
-                        sheet, f"μ = {mu:g}", averaging, beta, mu, dataset="mnist", learning_rate=rate
+                        figure, f"μ = {mu:g}", averaging, beta, mu, dataset="mnist", learning_rate=rate
                     )
 
 
-def _rounds() -> Iterator[Line]:
+def _rounds() -> Iterator[Series]:
     """Figure 6: rounds to 50, 60, 70 and 80 % on the four data sets, mu = 0.1."""
     for factor in (1, 10):
         for averaging in ("mean", "samples"):
             for beta, beta_label in BETAS.items():
                 times = "published lr" if factor == 1 else f"{factor} x published lr"
-                sheet = f"{times}, averaging by {averaging}, {beta_label}"
+                figure = f"{times}, averaging by {averaging}, {beta_label}"
                 for panel, dataset in DATASETS.items():
                     rate = factor * LEARNING_RATES[dataset.split("-")[0]]
-                    yield from _algorithms(sheet, panel, averaging, beta, 0.1, dataset=dataset, learning_rate=rate)
+                    yield from _algorithms(figure, panel, averaging, beta, 0.1, dataset=dataset, learning_rate=rate)
 
 
 STUDIES = {

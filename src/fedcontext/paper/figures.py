@@ -1,4 +1,4 @@
-"""Records into pictures, with Matplotlib."""
+"""Figures of the records, with Matplotlib."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fedcontext.errors import FedcontextError, require
-from fedcontext.paper.experiments import Line, Study
+from fedcontext.paper.experiments import Series, Study
 from fedcontext.records import RoundRecord
 from fedcontext.results.summary import LEVELS, Summary, summarise
 
-Book: TypeAlias = Mapping[Line, Sequence[Sequence[RoundRecord]]]  # for each line, the records of each seed
+RecordIndex: TypeAlias = Mapping[Series, Sequence[Sequence[RoundRecord]]]  # the records of each seed, by series
 
-# Okabe and Ito's colours, told apart by colour-blind readers too; marks and dashes repeat the distinction.
+# Okabe and Ito's palette for colour-blind readers; dashes repeat the distinction.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#999999", "#F0E442")
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (6, 2, 1, 2)), "-")
 FORMATS = (".png", ".pdf", ".svg")
 
 
-def check(path: Path) -> None:
-    """Refuse a picture that could not be drawn at the end, before the work begins."""
+def check_path(path: Path) -> None:
+    """Raise `FedcontextError` before the runs start if the figure could not be written after them."""
     require("matplotlib", extra="plot")
     if path.suffix not in FORMATS:
         raise FedcontextError(f"figure must end in {', '.join(FORMATS)}, got {path.name!r}")
@@ -32,7 +32,7 @@ def check(path: Path) -> None:
 
 
 def draw_curves(path: Path, title: str, runs: Mapping[str, Sequence[Sequence[RoundRecord]]]) -> None:
-    """Draw loss and accuracy against rounds into ``path``: the mean over seeds, and the band from lowest to highest."""
+    """Draw loss and accuracy against rounds into ``path``: means over seeds, with the range over seeds as a band."""
     figure, axes = new_figure(1, 2, width=10, height=3.8)
     for axis, measure in zip(axes[0], ("loss", "accuracy"), strict=True):
         for index, (label, seeds) in enumerate(runs.items()):
@@ -45,7 +45,7 @@ def draw_curves(path: Path, title: str, runs: Mapping[str, Sequence[Sequence[Rou
 
 
 def curve(axis: Any, index: int, label: str, seeds: Sequence[Sequence[RoundRecord]], measure: str) -> None:
-    """Draw one algorithm: a line for the mean over seeds, a band from the lowest to the highest."""
+    """Draw the mean over seeds of one algorithm as a line, and its range over seeds as a band."""
     numbers = [record.number for record in seeds[0] if getattr(record, measure) is not None]
     values = np.array([[getattr(r, measure) for r in seed if getattr(r, measure) is not None] for seed in seeds])
     colour = COLOURS[index % len(COLOURS)]
@@ -56,7 +56,7 @@ def curve(axis: Any, index: int, label: str, seeds: Sequence[Sequence[RoundRecor
 
 
 def new_figure(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Any, Any]:
-    """Return a figure that needs no screen, and its axes as a (rows, columns) array."""
+    """Return a figure that needs no display, and its axes as a (rows, columns) array."""
     from matplotlib.figure import Figure
 
     require("matplotlib", extra="plot")
@@ -69,34 +69,34 @@ def new_figure(rows: int, columns: int, width: float, height: float, **options: 
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write the picture, whole or not at all."""
+    """Write the figure through a temporary file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.part")
-    figure.savefig(scratch, format=path.suffix[1:], dpi=150)
-    scratch.replace(path)
+    partial = path.with_name(f".{path.name}.part")
+    figure.savefig(partial, format=path.suffix[1:], dpi=150)
+    partial.replace(path)
 
 
-def draw_sheet(study: Study, sheet: str, book: Book, folder: Path) -> Path:
-    """Draw one picture of a study as PNG and PDF, and return the path of the PNG."""
-    lines = [line for line in study.lines if line.sheet == sheet and line in book]
-    figure = {"curves": _curves, "weights": _weights, "bars": _bars}[study.drawn_as](lines, book)
-    figure.suptitle(f"{study.title}: {sheet}", fontsize=11)
-    path = folder / f"{study.name}-{re.sub('[^a-z0-9.]+', '-', sheet.lower().replace('β', 'beta'))}.png"
+def draw_figure(study: Study, name: str, index: RecordIndex, folder: Path) -> Path:
+    """Draw the figure ``name`` of a study as PNG and PDF, and return the path of the PNG."""
+    series = [each for each in study.series if each.figure == name and each in index]
+    figure = {"curves": _curves, "weights": _weights, "bars": _bars}[study.chart](series, index)
+    figure.suptitle(f"{study.title}: {name}", fontsize=11)
+    path = folder / f"{study.name}-{re.sub('[^a-z0-9.]+', '-', name.lower().replace('β', 'beta'))}.png"
     for target in (path, path.with_suffix(".pdf")):
         save(figure, target)
     return path
 
 
-def _curves(lines: Sequence[Line], book: Book) -> Any:
-    panels = list(dict.fromkeys(line.panel for line in lines))
+def _curves(series: Sequence[Series], index: RecordIndex) -> Any:
+    panels = list(dict.fromkeys(each.panel for each in series))
     figure, axes = new_figure(2, len(panels), width=4.6 * len(panels), height=6.4, sharey="row")
     for column, panel in enumerate(panels):
-        for index, line in enumerate(line for line in lines if line.panel == panel):
+        for position, each in enumerate(each for each in series if each.panel == panel):
             for axis, measure in zip(axes[:, column], ("loss", "accuracy"), strict=True):
-                curve(axis, index, line.label, book[line], measure)
+                curve(axis, position, each.label, index[each], measure)
         axes[0][column].set_title(panel, fontsize=10)
         axes[1][column].set_xlabel("round")
-    top = max(float(np.median([_largest(book[line]) for line in lines])) * 1.5, 0.1)
+    top = max(float(np.median([_largest_loss(index[each]) for each in series])) * 1.5, 0.1)
     axes[0][0].set_ylim(0, top)
     axes[0][0].set_ylabel("training loss")
     axes[1][0].set_ylabel("test accuracy")
@@ -104,12 +104,12 @@ def _curves(lines: Sequence[Line], book: Book) -> Any:
     return figure
 
 
-def _largest(runs: Sequence[Sequence[RoundRecord]]) -> float:
+def _largest_loss(runs: Sequence[Sequence[RoundRecord]]) -> float:
     return max(record.loss for run in runs for record in run if record.loss is not None)
 
 
-def _weights(lines: Sequence[Line], book: Book) -> Any:
-    runs = book[lines[0]]
+def _weights(series: Sequence[Series], index: RecordIndex) -> Any:
+    runs = index[series[0]]
     figure, axes = new_figure(len(runs), 3, width=10, height=2.2 * len(runs))
     for row, run in enumerate(runs):
         for axis, (stage, record) in zip(axes[row], stages(run).items(), strict=True):
@@ -123,9 +123,9 @@ def _weights(lines: Sequence[Line], book: Book) -> Any:
 
 
 def stages(run: Sequence[RoundRecord]) -> dict[str, RoundRecord]:
-    """Return the first round, a near-converged one (nine tenths of the loss reduction done) and the last.
+    """Return the first round, a near-converged one (90 % of the loss reduction done) and the last.
 
-    In a run of three rounds or more these are three: one that comes near only at its end shows the round before.
+    A run that nears convergence only in its last round shows the round before as near-converged.
     """
     losses = [record.loss for record in run if record.loss is not None]
     near = losses[-1] + 0.1 * (losses[0] - losses[-1])
@@ -133,14 +133,14 @@ def stages(run: Sequence[RoundRecord]) -> dict[str, RoundRecord]:
     return {"early": run[0], "near-converged": middle, "converged": run[-1]}
 
 
-def _bars(lines: Sequence[Line], book: Book) -> Any:
-    panels = list(dict.fromkeys(line.panel for line in lines))
+def _bars(series: Sequence[Series], index: RecordIndex) -> Any:
+    panels = list(dict.fromkeys(each.panel for each in series))
     figure, axes = new_figure(-(-len(panels) // 2), 2, width=10, height=3.6 * -(-len(panels) // 2))
     for axis, panel in zip(axes.flat, panels, strict=False):
-        own = [line for line in lines if line.panel == panel]
-        limit = max(len(run) for line in own for run in book[line])
-        for index, line in enumerate(own):
-            _bar_group(axis, index, len(own), line.label, [summarise(run) for run in book[line]], limit)
+        shown = [each for each in series if each.panel == panel]
+        limit = max(len(run) for each in shown for run in index[each])
+        for position, each in enumerate(shown):
+            _bar_group(axis, position, len(shown), each.label, [summarise(run) for run in index[each]], limit)
         axis.set_title(panel, fontsize=10)
         axis.set_xticks(range(len(LEVELS)), [f"{level:.0%} accuracy" for level in LEVELS])
         axis.set_ylim(0, limit * 1.05)
@@ -150,17 +150,17 @@ def _bars(lines: Sequence[Line], book: Book) -> Any:
 
 
 def _bar_group(axis: Any, index: int, count: int, label: str, summaries: Sequence[Summary], limit: int) -> None:
-    """Draw one algorithm's bars: the median over seeds, a whisker from the fastest to the slowest, a cross for never."""
+    """Draw one algorithm's bars: the median over seeds, its range as a whisker, a cross for levels never reached."""
     width = 0.8 / count
-    places = np.arange(len(LEVELS)) + (index - (count - 1) / 2) * width
+    positions = np.arange(len(LEVELS)) + (index - (count - 1) / 2) * width
     counts = np.array([[summary.rounds_to[level] or np.inf for summary in summaries] for level in LEVELS])
     middle = np.median(counts, axis=1)
     shown = np.minimum(middle, limit)
     colour = COLOURS[index % len(COLOURS)]
     reached = np.isfinite(middle)
-    axis.bar(places[reached], shown[reached], width, label=label, color=colour)
+    axis.bar(positions[reached], shown[reached], width, label=label, color=colour)
     if not reached.any():
         axis.bar([], [], width, label=label, color=colour)
     low, high = counts.min(axis=1), np.minimum(counts.max(axis=1), limit)
-    axis.vlines(places[reached], low[reached], high[reached], color="black", linewidth=0.8)
-    axis.plot(places[~reached], np.full((~reached).sum(), limit), "x", color=colour, markersize=5)
+    axis.vlines(positions[reached], low[reached], high[reached], color="black", linewidth=0.8)
+    axis.plot(positions[~reached], np.full((~reached).sum(), limit), "x", color=colour, markersize=5)

@@ -1,4 +1,4 @@
-"""The paper's experiments, carried out: runs that are missing are made, figures are drawn from the records."""
+"""Run the paper's experiments that have no records yet, and draw figures from the records."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from pathlib import Path
 from fedcontext.engines.base import ENGINES
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
-from fedcontext.paper.experiments import SEEDS, Line, Study, runs_of
-from fedcontext.paper.figures import Book, draw_sheet
+from fedcontext.paper.experiments import SEEDS, Series, Study, experiments_of
+from fedcontext.paper.figures import RecordIndex, draw_figure
 from fedcontext.records import RoundRecord, read_run
 from fedcontext.runner import OnRound, run_all
 
 
-def missing_runs(lines: Sequence[Line], out: Path, quick: bool = False) -> list[Experiment]:
-    """Return the runs behind ``lines`` that have no complete records in ``out`` yet."""
-    return [experiment for experiment in runs_of(lines, quick) if _complete(experiment, out) is None]
+def missing_experiments(series: Sequence[Series], out: Path, quick: bool = False) -> list[Experiment]:
+    """Return the experiments behind ``series`` without complete records in ``out``."""
+    return [experiment for experiment in experiments_of(series, quick) if _complete_records(experiment, out) is None]
 
 
-def carry_out(experiments: Sequence[Experiment], out: Path, jobs: int, on_round: OnRound) -> None:
-    """Run experiments into ``out``, those on the same data one after another so that it is loaded once."""
+def run_experiments(experiments: Sequence[Experiment], out: Path, jobs: int, on_round: OnRound) -> None:
+    """Run experiments into ``out``, ordered by data set so that each is loaded once."""
     run_all(sorted(experiments, key=lambda experiment: experiment.dataset), out, jobs, on_round)
 
 
-def open_book(lines: Sequence[Line], out: Path, quick: bool = False) -> Book:
-    """Return the records of every line and seed, from the files in ``out``."""
-    return {line: [_records(line.experiment(seed, quick), out) for seed in SEEDS] for line in lines}
+def read_records(series: Sequence[Series], out: Path, quick: bool = False) -> RecordIndex:
+    """Return the records of every series and seed from the files in ``out``."""
+    return {each: [_records(each.experiment(seed, quick), out) for seed in SEEDS] for each in series}
 
 
-def draw(study: Study, book: Book, folder: Path) -> list[Path]:
-    """Draw every picture of ``study`` that the book has the runs for."""
-    sheets = dict.fromkeys(line.sheet for line in study.lines if line in book)
-    return [draw_sheet(study, sheet, book, folder) for sheet in sheets]
+def draw_figures(study: Study, index: RecordIndex, folder: Path) -> list[Path]:
+    """Draw every figure of ``study`` whose records are in ``index``; return the paths."""
+    names = dict.fromkeys(series.figure for series in study.series if series in index)
+    return [draw_figure(study, name, index, folder) for name in names]
 
 
 def _records(experiment: Experiment, out: Path) -> list[RoundRecord]:
-    records = _complete(experiment, out)
+    records = _complete_records(experiment, out)
     if records is None:
         raise FedcontextError(f"{out}: no complete run {experiment.name}; run `fedcontext reproduce all --out {out}`")
     return records
 
 
-def _complete(experiment: Experiment, out: Path) -> list[RoundRecord] | None:
-    """Return the records of a complete run: the engine's that was asked for, or another's, which does the same work."""
+def _complete_records(experiment: Experiment, out: Path) -> list[RoundRecord] | None:
+    """Return the records of a complete run, preferably with the engine asked for: all engines compute the same rounds."""
     for engine in dict.fromkeys((experiment.engine, *ENGINES)):
         path = out / f"{replace(experiment, engine=engine).name}.jsonl"
         if path.is_file() and len(records := read_run(path)[1]) == experiment.rounds:

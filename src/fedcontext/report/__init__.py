@@ -1,20 +1,20 @@
-"""Records into one HTML page that people can open, keep and send."""
+"""The HTML report: runs as one self-contained page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from fedcontext.report.html import replace, to_html
-from fedcontext.report.live import watch
-from fedcontext.report.page_data import content
-from fedcontext.results.reader import load
+from fedcontext.report.html import render, write_atomically
+from fedcontext.report.live import live_report
+from fedcontext.report.page_data import page_data
+from fedcontext.results.reader import read_runs
 
-__all__ = ["watch", "write"]
+__all__ = ["live_report", "write_report"]
 
 
-def write(paths: Iterable[str | Path], out: Path) -> list[str]:
-    """Write the report of the runs in ``paths`` to ``out``; return what could not be used of them."""
-    runs, problems = load(paths)
-    replace(out, to_html(content(runs, problems)))
+def write_report(paths: Iterable[str | Path], out: Path) -> list[str]:
+    """Write the report on the runs in ``paths`` to ``out``; return one message for everything that was skipped."""
+    runs, problems = read_runs(paths)
+    write_atomically(out, render(page_data(runs, problems)))
     return problems

@@ -1,4 +1,4 @@
-"""One run from its devices' side: the weights they got, who was left out and why, and promises against what happened."""
+"""Panels about the devices of one run: weights, excluded devices, and the bound on the loss change."""
 
 from __future__ import annotations
 
@@ -8,106 +8,110 @@ from typing import Any
 
 import numpy as np
 
-from fedcontext.report.downsample import short, thin
-from fedcontext.report.milestones import promise_kept
+from fedcontext.report.downsample import downsample, round_values
+from fedcontext.report.milestones import bound_held
 from fedcontext.results.reader import Row, column
 
-MOST = 100  # devices in a picture of stages, and marks of failed promises
+MAX_BARS = 100  # devices in a bar chart
+MAX_MARKS = 100  # violations of the bound that are marked
 
 
-def heat(rows: Sequence[Row], cells: int) -> dict[str, Any]:
-    """Return the weights as a grid of devices by rounds with at most so many cells.
+def weight_heatmap(rows: Sequence[Row], max_cells: int) -> dict[str, Any]:
+    """Return the weights as a (devices, rounds) grid with at most ``max_cells`` cells.
 
-    Where there are too many, rounds share a column (its mean), and only the devices who took part most are there.
+    In larger runs a column is the mean of several rounds, and only the devices selected most often are shown.
     """
     rows = [row for row in rows if row["devices"] or row["excluded"]]
-    wide = min(len(rows), int((2 * cells) ** 0.5))
-    took_part = Counter(device for row in rows for device in row["devices"])
-    chosen = sorted((device for device, _ in took_part.most_common(min(200, cells // max(wide, 1)))), key=_order)
-    place = {device: position for position, device in enumerate(chosen)}
-    sums, counts = np.zeros((len(chosen), wide)), np.zeros((len(chosen), wide))
+    width = min(len(rows), int((2 * max_cells) ** 0.5))
+    selected = Counter(device for row in rows for device in row["devices"])
+    most_selected = selected.most_common(min(200, max_cells // max(width, 1)))
+    devices = sorted((device for device, _ in most_selected), key=_sort_key)
+    position = {device: index for index, device in enumerate(devices)}
+    sums, counts = np.zeros((len(devices), width)), np.zeros((len(devices), width))
     for index, row in enumerate(rows):
         for device, weight in zip(row["devices"], row["weights"], strict=True):
-            if device in place and weight is not None:
-                sums[place[device], index * wide // len(rows)] += weight
-                counts[place[device], index * wide // len(rows)] += 1
+            if device in position and weight is not None:
+                sums[position[device], index * width // len(rows)] += weight
+                counts[position[device], index * width // len(rows)] += 1
     values = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
     known = np.abs(values[np.isfinite(values)])
     return {
-        "rounds": [rows[-(-column * len(rows) // wide)]["number"] for column in range(wide)],
-        "devices": [str(device) for device in chosen],
-        "values": [short(line) for line in values],
+        "rounds": [rows[-(-column * len(rows) // width)]["number"] for column in range(width)],
+        "devices": [str(device) for device in devices],
+        "values": [round_values(line) for line in values],
         "limit": float(np.quantile(known, 0.98)) if known.size and known.max() > 0 else 1.0,
-        "of": len(took_part),
-        "per_column": -(-len(rows) // wide) if wide else 1,
-        "left_out": _left_out_marks(rows, place, cells // 20),
+        "device_count": len(selected),
+        "rounds_per_column": -(-len(rows) // width) if width else 1,
+        "excluded": _excluded_marks(rows, position, max_cells // 20),
     }
 
 
-def stages(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the weights at the start, halfway and at the end, the heaviest first."""
-    weighed = [row for row in rows if any(weight is not None for weight in row["weights"])]
-    chosen = {position: weighed[position] for position in (0, len(weighed) // 2, len(weighed) - 1) if weighed}
-    return [_stage(row) for row in chosen.values()]
+def weight_stages(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the weights of the first, the middle and the last round, in descending order."""
+    weighted = [row for row in rows if any(weight is not None for weight in row["weights"])]
+    positions = dict.fromkeys((0, len(weighted) // 2, len(weighted) - 1)) if weighted else ()
+    return [_sorted_weights(weighted[position]) for position in positions]
 
 
-def left_out(rows: Sequence[Row], most: int) -> dict[str, Any]:
-    """Return who was left out, why and in which rounds, the most frequent first; and the rounds that were lost."""
-    when: dict[tuple[int | str, str], list[int]] = defaultdict(list)
+def excluded_devices(rows: Sequence[Row], max_rows: int) -> dict[str, Any]:
+    """Return the excluded devices with reason and rounds, the most frequent first, and the rounds that were lost."""
+    rounds: dict[tuple[int | str, str], list[int]] = defaultdict(list)
     for row in rows:
-        for device, why in row["excluded"].items():
-            when[device, why].append(row["number"])
-    ranked = sorted(when.items(), key=lambda item: (-len(item[1]), _order(item[0][0])))
-    shown = [[str(device), why, len(numbers), ranges(numbers)] for (device, why), numbers in ranked[:most]]
-    lost = [row["number"] for row in rows if row["lost"]]
-    return {"rows": shown, "more": len(ranked) - len(shown), "lost": ranges(lost), "lost_count": len(lost)}
+        for device, reason in row["excluded"].items():
+            rounds[device, reason].append(row["number"])
+    ranked = sorted(rounds.items(), key=lambda item: (-len(item[1]), _sort_key(item[0][0])))
+    shown = [[str(device), reason, len(numbers), ranges(numbers)] for (device, reason), numbers in ranked[:max_rows]]
+    lost = ranges(row["number"] for row in rows if row["lost"])
+    return {"rows": shown, "more": len(ranked) - len(shown), "lost": lost}
 
 
-def promise(rows: Sequence[Row], points: int) -> dict[str, Any]:
-    """Return the bound's promised loss change and the measured one, the rounds where it failed, and how often it held."""
-    judged = [(row, kept) for row in rows if (kept := promise_kept(row)) is not None]
-    measured = np.array([row["measured_change"] for row, _ in judged], dtype=float)
-    drawn = [judged[position][0] for position in thin(measured, points)]
-    failed = [row for row, kept in judged if not kept]
-    worst = sorted(failed, key=lambda row: row["promised_change"] - row["measured_change"])[:MOST]
+def bound_check(rows: Sequence[Row], points: int) -> dict[str, Any]:
+    """Return the promised and the measured loss change, and the rounds in which the bound was violated."""
+    checked = [(row, held) for row in rows if (held := bound_held(row)) is not None]
+    measured = np.array([row["measured_change"] for row, _ in checked], dtype=float)
+    drawn = [checked[position][0] for position in downsample(measured, points)]
+    violations = [row for row, held in checked if not held]
+    worst = sorted(violations, key=lambda row: row["promised_change"] - row["measured_change"])[:MAX_MARKS]
     return {
         "rounds": column(drawn, "number"),
-        "promised": short(column(drawn, "promised_change")),
-        "measured": short(column(drawn, "measured_change")),
-        "failed": sorted([row["number"], *short([row["measured_change"]])] for row in worst),
-        "failures": len(failed),
-        "of": len(judged),
+        "promised": round_values(column(drawn, "promised_change")),
+        "measured": round_values(column(drawn, "measured_change")),
+        "violations": sorted([row["number"], *round_values([row["measured_change"]])] for row in worst),
+        "violated": len(violations),
+        "checked": len(checked),
     }
 
 
-def ranges(numbers: Iterable[int], most: int = 12) -> str:
-    """Return numbers as ranges; after ``most`` of them only how many more.
+def ranges(numbers: Iterable[int], max_ranges: int = 12) -> str:
+    """Return numbers as ranges; beyond ``max_ranges`` of them only how many more.
 
     >>> ranges([1, 2, 3, 7, 9, 10])
     '1–3, 7, 9–10'
     """
-    runs: list[list[int]] = []
+    spans: list[list[int]] = []
     for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
         else:
-            runs.append([number, number])
-    texts = [str(low) if low == high else f"{low}–{high}" for low, high in runs]
-    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+            spans.append([number, number])
+    texts = [str(low) if low == high else f"{low}–{high}" for low, high in spans]
+    more = f" and {len(texts) - max_ranges} more" if len(texts) > max_ranges else ""
+    return ", ".join(texts[:max_ranges]) + more
 
 
-def _stage(row: Row) -> dict[str, Any]:
+def _sorted_weights(row: Row) -> dict[str, Any]:
     known = [pair for pair in zip(row["devices"], row["weights"], strict=True) if pair[1] is not None]
-    ranked = sorted(known, key=lambda pair: -pair[1])[:MOST]
-    weights = [weight for _, weight in ranked]
-    return {"round": row["number"], "devices": [str(device) for device, _ in ranked], "weights": short(weights)}
+    ranked = sorted(known, key=lambda pair: -pair[1])[:MAX_BARS]
+    weights = round_values(weight for _, weight in ranked)
+    return {"round": row["number"], "devices": [str(device) for device, _ in ranked], "weights": weights}
 
 
-def _left_out_marks(rows: Sequence[Row], place: dict[int | str, int], most: int) -> list[list[int]]:
-    """Return [round, position of the device] of those left out, an even choice where there are very many."""
-    marks = [[row["number"], place[device]] for row in rows for device in row["excluded"] if device in place]
-    return [marks[position] for position in np.linspace(0, len(marks) - 1, min(len(marks), most)).astype(int)]
+def _excluded_marks(rows: Sequence[Row], position: dict[int | str, int], max_marks: int) -> list[list[int]]:
+    """Return [round, row in the heatmap] of excluded devices, evenly sampled if there are too many."""
+    marks = [[row["number"], position[device]] for row in rows for device in row["excluded"] if device in position]
+    return [marks[index] for index in np.linspace(0, len(marks) - 1, min(len(marks), max_marks)).astype(int)]
 
 
-def _order(device: int | str) -> tuple[bool, int, str]:
+def _sort_key(device: int | str) -> tuple[bool, int, str]:
+    """Return a key that sorts numbered devices by number, and named ones after them."""
     return (isinstance(device, str), device if isinstance(device, int) else 0, str(device))

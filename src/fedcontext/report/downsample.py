@@ -1,4 +1,4 @@
-"""Fewer points for the eye, where there are more than it can see. Only what is drawn is thinned, never what is computed."""
+"""Fewer points per curve. Only what is drawn is downsampled, never what is computed."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from fedcontext.arrays.tree import FloatArray
 from fedcontext.plan import IntArray
 
 
-def thin(values: FloatArray, count: int) -> IntArray:
-    """Return about ``count`` positions that keep the look of a curve: each stretch's lowest and highest, and both ends.
+def downsample(values: FloatArray, count: int) -> IntArray:
+    """Return about ``count`` positions that keep the shape of a curve: the ends, and the extremes of each interval.
 
-    >>> thin(np.array([0.0, 1.0, 9.0, 1.0, 0.0, -9.0, 0.0, 0.0]), 4)
+    >>> downsample(np.array([0.0, 1.0, 9.0, 1.0, 0.0, -9.0, 0.0, 0.0]), 4)
     array([0, 2, 5, 7])
     """
     if len(values) <= count:
         return np.arange(len(values))
-    cuts = np.linspace(0, len(values), max(1, (count - 2) // 2) + 1).astype(int)
+    edges = np.linspace(0, len(values), max(1, (count - 2) // 2) + 1).astype(int)
     kept = {0, len(values) - 1}
-    for start, stop in pairwise(cuts.tolist()):
+    for start, stop in pairwise(edges.tolist()):
         kept |= {start + int(values[start:stop].argmin()), start + int(values[start:stop].argmax())}
     return np.array(sorted(kept))
 
 
-def short(values: Iterable[float | None]) -> list[float | None]:
-    """Return numbers as a page needs them: five digits, no minus before a zero, None for what is not finite.
+def round_values(values: Iterable[float | None]) -> list[float | None]:
+    """Return numbers with five significant digits, without negative zeros; None for what is not finite.
 
-    >>> short([1 / 3, 12.0, -0.0, None, float("nan")])
+    >>> round_values([1 / 3, 12.0, -0.0, None, float("nan")])
     [0.33333, 12.0, 0.0, None, None]
     """
     return [None if value is None or not np.isfinite(value) else float(f"{value:z.5g}") for value in values]

@@ -1,4 +1,4 @@
-"""The data of a page into one HTML file that needs nothing else."""
+"""Page data as one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -9,44 +9,43 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fedcontext.errors import FedcontextError
-from fedcontext.report import library
+from fedcontext.errors import FedcontextError, require
 
 
-def to_html(content: dict[str, Any]) -> str:
-    """Return the page: its words, styles, scripts, data and Plotly in one text."""
+def render(data: dict[str, Any]) -> str:
+    """Return the page: text, styles, scripts, data and Plotly in one string."""
     assets = resources.files("fedcontext.report") / "assets"
-    first, second = content["scenes"][0]["sentences"]
+    headline, outcome = data["datasets"][0]["sentences"]
     parts = {
-        "version": html.escape(content["version"]),
-        "title": html.escape(f"fedcontext: {content['scenes'][0]['dataset']}"),
-        "first": html.escape(first),
-        "second": html.escape(second),
+        "version": html.escape(data["version"]),
+        "title": html.escape(f"fedcontext: {data['datasets'][0]['name']}"),
+        "headline": html.escape(headline),
+        "outcome": html.escape(outcome),
         "css": (assets / "page.css").read_text(encoding="utf-8"),
         "view": (assets / "view.js").read_text(encoding="utf-8"),
         "charts": (assets / "charts.js").read_text(encoding="utf-8"),
-        "plotly": library.script(),
-        "data": to_json(content),
+        "plotly": require("plotly.offline", extra="report").get_plotlyjs(),
+        "data": to_json(data),
     }
     template = (assets / "page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
-def to_json(content: object) -> str:
-    """Return JSON that may stand inside a script element: no ``<`` in it can end that element.
+def to_json(value: object) -> str:
+    """Return JSON for a script element: without ``<``, so that no text in it can end the element.
 
     >>> to_json("</script>")
     '"\\\\u003c/script>"'
     """
-    return json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def replace(path: Path, text: str) -> None:
-    """Write ``path`` whole or not at all, so that a browser never reads half a page."""
-    scratch = path.with_name(f".{path.name}.part")
+def write_atomically(path: Path, text: str) -> None:
+    """Write ``path`` through a temporary file, so that a browser never reads half a page."""
+    partial = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_bytes(text.encode("utf-8", errors="replace"))
-        scratch.replace(path)
+        partial.write_bytes(text.encode("utf-8", errors="replace"))
+        partial.replace(path)
     except OSError as error:
         raise FedcontextError(f"{path}: cannot be written ({error.strerror})") from None

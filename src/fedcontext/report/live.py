@@ -1,4 +1,4 @@
-"""A report that grows while the runs go on: an open page hears of new rounds and keeps its zoom and hidden lines."""
+"""A report that is updated while the runs are in progress; an open page keeps its zoom and hidden lines."""
 
 from __future__ import annotations
 
@@ -10,71 +10,71 @@ from pathlib import Path
 from fedcontext.errors import require
 from fedcontext.experiment import Experiment
 from fedcontext.records import RoundRecord
-from fedcontext.report.html import replace, to_html, to_json
-from fedcontext.report.page_data import content
-from fedcontext.results.reader import Run, row_of, started
+from fedcontext.report.html import render, to_json, write_atomically
+from fedcontext.report.page_data import page_data
+from fedcontext.results.reader import Run, new_run, to_row
 from fedcontext.runner import OnRound
 
-PAUSE = 1.0  # seconds between two pages at least, and ten times what a page takes
+INTERVAL = 1.0  # least seconds between two updates, which also take at most a tenth of the time
 
 
 @contextmanager
-def watch(experiments: Sequence[Experiment], out: Path, pause: float = PAUSE) -> Iterator[OnRound]:
-    """Yield the function to call after every round: it brings the page ``out`` up to date.
+def live_report(experiments: Sequence[Experiment], out: Path, interval: float = INTERVAL) -> Iterator[OnRound]:
+    """Yield the callback that updates the page ``out`` after every round, at most once per ``interval`` seconds.
 
-    A page from disk may not read other files, but it may run scripts: the news are in one beside it (``.live.js``).
-    The last page is complete in itself and does not need it. The script stays, since nobody knows when a page that was
-    opened before, perhaps on a machine that sleeps, asks for the last news.
+    A page opened from disk may not read other files but may run scripts, so updates are in a script beside it
+    (``.live.js``). The final page is complete without the script. The script is not deleted, because a page in a
+    suspended tab may ask for the last update much later.
     """
     require("plotly.offline", extra="report")
-    live = LivePage(experiments, out)
-    live.write_news(running=True)  # first, or the page would hear the last news of earlier runs
-    live.write_page(running=True)
-    due = time.monotonic() + pause
+    page = LivePage(experiments, out)
+    page.write_update(running=True)  # before the page, which would otherwise load the last update of earlier runs
+    page.write_page(running=True)
+    due = time.monotonic() + interval
 
     def on_round(experiment: Experiment, record: RoundRecord) -> None:
         nonlocal due
-        live.add(experiment, record)
-        begun = time.monotonic()
-        if begun >= due:
-            live.write_news(running=True)
-            due = time.monotonic() + max(pause, 10 * (time.monotonic() - begun))
+        page.add(experiment, record)
+        start = time.monotonic()
+        if start >= due:
+            page.write_update(running=True)
+            due = time.monotonic() + max(interval, 10 * (time.monotonic() - start))
 
     try:
         yield on_round
     finally:
-        live.write_page(running=False)
-        live.write_news(running=False)
+        page.write_page(running=False)
+        page.write_update(running=False)
 
 
 class LivePage:
-    """The runs so far, and the two files that show them."""
+    """The rounds so far, and the two files that show them."""
 
     def __init__(self, experiments: Sequence[Experiment], out: Path) -> None:
         self.out, self.script = out, out.with_suffix(".live.js")
-        self.runs: dict[str, Run] = {each.name: started(each) for each in experiments}
-        self.total = sum(each.rounds for each in experiments)
-        self.begun, self.latest = time.monotonic(), ""
+        self.runs: dict[str, Run] = {experiment.name: new_run(experiment) for experiment in experiments}
+        self.total = sum(experiment.rounds for experiment in experiments)
+        self.start, self.latest = time.monotonic(), ""
 
     def add(self, experiment: Experiment, record: RoundRecord) -> None:
-        """Take in one more round."""
-        self.runs[experiment.name].rows.append(row_of(record))
+        """Add one round."""
+        self.runs[experiment.name].rows.append(to_row(record))
         self.latest = f"{experiment.algorithm}, round {record.number} of {experiment.rounds}; "
 
     def write_page(self, running: bool) -> None:
         """Write the whole page."""
-        replace(self.out, to_html({**self._content(running), "live": self.script.name}))
+        write_atomically(self.out, render({**self._data(running), "live": self.script.name}))
 
-    def write_news(self, running: bool) -> None:
-        """Write what an open page loads."""
-        count = time.time_ns() // 1_000_000
-        replace(self.script, f"fedcontextNews({count},{to_json(self._content(running))});")
+    def write_update(self, running: bool) -> None:
+        """Write the script that an open page polls."""
+        time_ms = time.time_ns() // 1_000_000
+        write_atomically(self.script, f"fedcontextUpdate({time_ms},{to_json(self._data(running))});")
 
-    def _content(self, running: bool) -> dict[str, object]:
-        return content(list(self.runs.values()), running=self._progress() if running else "")
+    def _data(self, running: bool) -> dict[str, object]:
+        return page_data(list(self.runs.values()), status=self._progress() if running else "")
 
     def _progress(self) -> str:
         done = sum(len(run.rows) for run in self.runs.values())
-        left = (time.monotonic() - self.begun) / done * (self.total - done) if done else 0
-        more = f", about {left:.0f} s left" if done else ""
-        return f"Running: {self.latest}{done} of {self.total} rounds done{more}."
+        left = (time.monotonic() - self.start) / done * (self.total - done) if done else 0
+        estimate = f", about {left:.0f} s left" if done else ""
+        return f"Running: {self.latest}{done} of {self.total} rounds done{estimate}."

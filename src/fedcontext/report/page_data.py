@@ -1,4 +1,4 @@
-"""Everything the page shows, as plain data: one scene for each data set, and what they have in common."""
+"""Everything the page shows as plain data: one entry per data set, with its panels."""
 
 from __future__ import annotations
 
@@ -7,70 +7,70 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedcontext.algorithms import ALGORITHMS
-from fedcontext.report import sentences
-from fedcontext.report.curves import curve, health
-from fedcontext.report.devices import heat, left_out, promise, stages
-from fedcontext.report.groups import Group, algorithm_of, dataset_of, group, seed_of
-from fedcontext.report.milestones import ending, levels_of, reach
+from fedcontext.report.curves import curve, diagnostics
+from fedcontext.report.devices import bound_check, excluded_devices, weight_heatmap, weight_stages
+from fedcontext.report.groups import Group, algorithm_of, dataset_of, group_runs, seed_of
+from fedcontext.report.milestones import accuracy_levels, final_metrics, milestones
+from fedcontext.report.sentences import headline, outcome, reproduction_configs
 from fedcontext.results.reader import Run
 from fedcontext.version import __version__
 
-POINTS = 12_000  # that all lines of one picture share
-CELLS = 120_000  # that all runs' grids of weights share
-LEFT_OUT = 4_000  # rows that all runs' tables of devices left out share
-DETAILED = 200  # runs whose devices are shown; of more, only the curves are
-SAID = 20  # problems listed before they are only counted
+# Limits for the whole page: the more groups or runs it shows, the fewer points each gets.
+MAX_POINTS = 12_000  # of all lines in one chart
+MAX_CELLS = 120_000  # of all heatmaps
+MAX_EXCLUDED = 4_000  # rows of all tables of excluded devices
+MAX_RUNS = 200  # runs with panels of their own; all runs are in the curves
+MAX_PROBLEMS = 20
 
 
-def content(runs: Sequence[Run], problems: Sequence[str] = (), running: str = "") -> dict[str, Any]:
-    """Return the data of a page about ``runs``; ``running`` says how far they are, if they are not done."""
-    by_data: dict[str, list[Run]] = defaultdict(list)
+def page_data(runs: Sequence[Run], problems: Sequence[str] = (), status: str = "") -> dict[str, Any]:
+    """Return the data of the page about ``runs``; ``status`` is their progress while they are still running."""
+    by_dataset: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
-        by_data[dataset_of(run)].append(run)
-    more = [f"and {len(problems) - SAID} more"] if len(problems) > SAID else []
+        by_dataset[dataset_of(run)].append(run)
+    more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
     return {
         "version": __version__,
-        "running": running,
-        "problems": [*problems[:SAID], *more],
-        "scenes": [scene(name, members, len(runs)) for name, members in by_data.items()],
+        "status": status,
+        "problems": [*problems[:MAX_PROBLEMS], *more],
+        "datasets": [_dataset(name, members, len(runs)) for name, members in by_dataset.items()],
         "versions": sorted({f"{name} {version}" for run in runs for name, version in run.versions.items()}),
     }
 
 
-def scene(dataset: str, runs: Sequence[Run], everyone: int) -> dict[str, Any]:
-    """Return what the page shows of one data set; the more runs on the page, the fewer points each."""
-    groups = group(runs)
-    levels = levels_of(groups)
-    points = min(600, max(40, POINTS // len(groups)))
-    shown = [_group(each, levels, points) for each in groups]
+def _dataset(name: str, runs: Sequence[Run], run_count: int) -> dict[str, Any]:
+    groups = group_runs(runs)
+    levels = accuracy_levels(groups)
+    points = min(600, max(40, MAX_POINTS // len(groups)))
+    group_panels = [_group(group, levels, points) for group in groups]
     return {
-        "dataset": dataset,
-        "sentences": [sentences.compared(dataset, groups), sentences.outcome(shown, levels)],
+        "name": name,
+        "sentences": [headline(name, groups), outcome(group_panels, levels)],
         "levels": levels,
-        "repeats": sentences.repeats(runs),
-        "comparable": all(algorithm_of(run) in ALGORITHMS for run in runs),
-        "groups": shown,
-        "runs": [_run(each, run, everyone) for each in groups for run in each.runs][:DETAILED],
+        "configs": reproduction_configs(runs),
+        "reproducible": all(algorithm_of(run) in ALGORITHMS for run in runs),
+        "groups": group_panels,
+        "runs": [_run(group, run, run_count) for group in groups for run in group.runs][:MAX_RUNS],
     }
 
 
-def _group(each: Group, levels: Sequence[float], points: int) -> dict[str, Any]:
+def _group(group: Group, levels: Sequence[float], points: int) -> dict[str, Any]:
     return {
-        "label": each.label,
-        "seeds": [seed_of(run) for run in each.runs],
-        "loss": curve(each, "loss", points),
-        "accuracy": curve(each, "accuracy", points),
-        "health": health(each, points),
-        "reach": reach(each, levels),
-        "final": ending(each),
+        "label": group.label,
+        "seeds": [seed_of(run) for run in group.runs],
+        "loss": curve(group, "loss", points),
+        "accuracy": curve(group, "accuracy", points),
+        "diagnostics": diagnostics(group, points),
+        "milestones": milestones(group, levels),
+        "final": final_metrics(group),
     }
 
 
-def _run(each: Group, run: Run, everyone: int) -> dict[str, Any]:
+def _run(group: Group, run: Run, run_count: int) -> dict[str, Any]:
     return {
-        "label": f"{each.label}, seed {seed_of(run)}",
-        "heat": heat(run.rows, cells=min(12_000, max(200, CELLS // everyone))),
-        "stages": stages(run.rows),
-        "left_out": left_out(run.rows, most=min(100, max(10, LEFT_OUT // everyone))),
-        "promise": promise(run.rows, points=min(600, max(100, POINTS // everyone))),
+        "label": f"{group.label}, seed {seed_of(run)}",
+        "heatmap": weight_heatmap(run.rows, max_cells=min(12_000, max(200, MAX_CELLS // run_count))),
+        "stages": weight_stages(run.rows),
+        "excluded": excluded_devices(run.rows, max_rows=min(100, max(10, MAX_EXCLUDED // run_count))),
+        "bound": bound_check(run.rows, points=min(600, max(100, MAX_POINTS // run_count))),
     }

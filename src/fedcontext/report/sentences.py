@@ -1,4 +1,4 @@
-"""What the page says in words: two sentences about what came out, and the settings that repeat it."""
+"""The sentences at the top of the page, and the configuration files that reproduce its runs."""
 
 from __future__ import annotations
 
@@ -11,71 +11,79 @@ from fedcontext.report.groups import Group, algorithm_of, seed_of
 from fedcontext.results.reader import Run
 from fedcontext.toml import to_toml
 
-NAMED = 6  # algorithms that a sentence lists before it only counts them
+MAX_NAMES = 6  # algorithms listed in a sentence
 
 
-def compared(dataset: str, groups: Sequence[Group]) -> str:
-    """Return the sentence that says what was compared."""
+def headline(dataset: str, groups: Sequence[Group]) -> str:
+    """Return the sentence that says what is compared."""
     labels = [group.label for group in groups]
-    names = (
-        listed(labels) if len(labels) <= NAMED else f"{listed(labels[: NAMED - 1])} and {len(labels) - NAMED + 1} more"
-    )
-    seeds = {len(group.runs) for group in groups}
-    rounds = {len(group.numbers) for group in groups}
-    verb = "compares" if len(labels) > 1 else "shows"
-    return f"This page {verb} {names} on {dataset}: {_span(rounds, 'round')}, {_span(seeds, 'seed')}{' each' * (len(labels) > 1)}."
+    if len(labels) > MAX_NAMES:
+        labels[MAX_NAMES - 1 :] = [f"{len(labels) - MAX_NAMES + 1} more"]
+    several = len(groups) > 1
+    rounds = _count({len(group.numbers) for group in groups}, "round")
+    seeds = _count({len(group.runs) for group in groups}, "seed")
+    verb = "compares" if several else "shows"
+    return f"This page {verb} {join_names(labels)} on {dataset}: {rounds}, {seeds}{' each' if several else ''}."
 
 
 def outcome(groups: Sequence[dict[str, Any]], levels: Sequence[float]) -> str:
-    """Return the sentence that says what came out: who was first to the highest accuracy, and who ended lowest."""
-    lowest = min((g for g in groups if g["final"]["loss"] is not None), key=lambda g: g["final"]["loss"], default=None)
-    end = "" if lowest is None else f"the lowest final loss is {lowest['final']['loss']:.3g}, of {lowest['label']}"
-    for position in reversed(range(len(levels))):
-        there = [(g["reach"]["rounds"][position], g["label"]) for g in groups]
-        ranked = sorted((count, label) for count, label in there if count is not None)
-        if ranked:
-            first = f"{ranked[0][1]} reached {levels[position]:.0%} accuracy after {_rounds(ranked[0][0])}"
-            return f"{first}{_next(ranked, len(groups))}{'; ' * bool(end)}{end}."
-    return f"No accuracy level was reached{'; ' * bool(end)}{end}." if groups else "There are no rounds yet."
+    """Return the sentence about the results: who first reached the highest accuracy level, and the lowest final loss."""
+    if not groups:
+        return "There are no rounds yet."
+    median, mean = ("a median of ", "mean ") if any(len(group["seeds"]) > 1 for group in groups) else ("", "")
+    ranked = _ranked_at_highest_level(groups, levels)
+    text = "No accuracy level was reached"
+    if ranked:
+        level, (count, label), *others = ranked
+        text = f"{label} reached {level:.0%} accuracy after {median}{count:g} round{'s' if count != 1 else ''}"
+        text += _comparison(count, others) if len(groups) > 1 else ""
+    known = [group for group in groups if group["final"]["loss"] is not None]
+    if known:
+        lowest = min(known, key=lambda group: group["final"]["loss"])
+        text += f"; the lowest {mean}final loss is {lowest['final']['loss']:.3g}, of {lowest['label']}"
+    return f"{text}."
 
 
-def _rounds(count: float) -> str:
-    return f"{count:g} round{'s' * (count != 1)}"
+def _ranked_at_highest_level(groups: Sequence[dict[str, Any]], levels: Sequence[float]) -> list[Any]:
+    """Return the highest level reached, then (rounds, label) of the groups that reached it, the fastest first."""
+    for position, level in reversed(list(enumerate(levels))):
+        counts = [(group["milestones"]["rounds"][position], group["label"]) for group in groups]
+        if ranked := sorted(pair for pair in counts if pair[0] is not None):
+            return [level, *ranked]
+    return []
 
 
-def _next(ranked: Sequence[tuple[float, str]], everyone: int) -> str:
-    if everyone == 1:
-        return ""
-    if len(ranked) == 1:
-        return ", and no other got there"
-    (best, _), (count, label) = ranked[:2]
-    return f", level with {label}" if count == best else f", ahead of {label} after {count:g}"
+def _comparison(count: float, others: Sequence[tuple[float, str]]) -> str:
+    if not others:
+        return ", and no other reached it"
+    second, label = others[0]
+    return f", level with {label}" if second == count else f", ahead of {label} after {second:g}"
 
 
-def repeats(runs: Sequence[Run]) -> list[str]:
-    """Return TOML texts, each for one `fedcontext compare`, that together repeat all runs."""
+def reproduction_configs(runs: Sequence[Run]) -> list[str]:
+    """Return TOML files, each for one `fedcontext compare`, that together reproduce all runs."""
     seeds: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for run in runs:
-        rest = {name: value for name, value in run.settings.items() if name not in ("algorithm", "seed")}
-        seeds[json.dumps(rest, default=str), algorithm_of(run)].append(run.settings.get("seed", seed_of(run)))
+        shared = {name: value for name, value in run.settings.items() if name not in ("algorithm", "seed")}
+        seeds[json.dumps(shared, default=str), algorithm_of(run)].append(run.settings.get("seed", seed_of(run)))
     algorithms: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for (rest_text, algorithm), numbers in seeds.items():
-        algorithms[rest_text, json.dumps(numbers, default=str)].append(algorithm)
+    for (settings, algorithm), numbers in seeds.items():
+        algorithms[settings, json.dumps(numbers, default=str)].append(algorithm)
     return [
-        to_toml({"algorithms": names, "seeds": json.loads(numbers), **json.loads(rest_text)})
-        for (rest_text, numbers), names in algorithms.items()
+        to_toml({"algorithms": names, "seeds": json.loads(numbers), **json.loads(settings)})
+        for (settings, numbers), names in algorithms.items()
     ]
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return names as a sentence has them.
+def join_names(names: Sequence[str]) -> str:
+    """Return names as an enumeration.
 
-    >>> listed(["a", "b", "c"])
+    >>> join_names(["a", "b", "c"])
     'a, b and c'
     """
     return " and ".join([", ".join(names[:-1])] * (len(names) > 1) + [*names[-1:]])
 
 
-def _span(counts: set[int], noun: str) -> str:
+def _count(counts: set[int], noun: str) -> str:
     low, high = min(counts), max(counts)
-    return (f"{low}" if low == high else f"{low} to {high}") + f" {noun}{'s' * (high != 1)}"
+    return (f"{low}" if low == high else f"{low} to {high}") + f" {noun}{'s' if high != 1 else ''}"

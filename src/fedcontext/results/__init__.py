@@ -1,1 +1,1 @@
-"""Records of runs read back: summaries, tables, export."""
+"""Reading, summarising and exporting the records of runs."""

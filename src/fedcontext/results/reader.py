@@ -1,33 +1,33 @@
-"""Runs from files, whatever state those are in: what cannot be used is passed over, and said.
+"""A tolerant reader of run files: what cannot be used is skipped and reported.
 
-`fedcontext.read_run` is for files that must be whole. Here a crash may have cut a line, another program may have written
-the records, and a device may be called anything: every value comes back with the type it should have, or as None.
+`fedcontext.read_run` is the strict reader. This one accepts truncated lines, records of other programs and arbitrary
+device names: every field of a row has the type it should have, or is None.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
-from fedcontext.records import SCHEMA, RoundRecord, manifest
+from fedcontext.records import RoundRecord, manifest, parse_manifest, parse_object, read_lines
 
 Row: TypeAlias = dict[str, Any]  # the fields of one round, by the names of `RoundRecord`
 
-MEASURES = ("loss", "accuracy", "promised_change", "measured_change", "smoothness", "curvature", "condition")
+METRICS = ("loss", "accuracy", "promised_change", "measured_change", "smoothness", "curvature", "condition")
 COSTS = ("seconds", "bytes_down", "bytes_up")
-LARGEST = 1e100  # a value beyond it is a mistake, and would make every picture of it unreadable
-TEXT = 200  # characters of a name or a reason that are kept
+MAX_NUMBER = 1e100  # a larger value is an error, and would make every chart of it unreadable
+MAX_TEXT = 200  # characters kept of a name or a reason
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its settings, one row a round in order, and what could not be used of its file."""
+    """One run: its settings, one row per round in order, and what had to be skipped in its file."""
 
     name: str
     settings: dict[str, Any]
@@ -36,30 +36,30 @@ class Run:
     problems: list[str] = field(default_factory=list)
 
 
-def find(paths: Iterable[str | Path]) -> list[Path]:
-    """Return the files that ``paths`` name: files as they are, directories by the .jsonl files in and under them.
+def find_files(paths: Sequence[str | Path]) -> list[Path]:
+    """Return the run files in ``paths``: files as given, and all .jsonl files in and below directories.
 
-    >>> find(["no-such-place"])
+    >>> find_files(["no-such-place"])
     Traceback (most recent call last):
     ...
     fedcontext.errors.FedcontextError: no-such-place: no such file or directory
     """
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     for path in map(Path, paths):
         if not path.exists():
             raise FedcontextError(f"{path}: no such file or directory")
-        found |= dict.fromkeys(sorted(path.rglob("*.jsonl")) if path.is_dir() else [path])
-    if not found:
-        raise FedcontextError(f"no run (*.jsonl) in {', '.join(map(str, paths)) or 'nothing'}")
-    return list(found)
+        files |= dict.fromkeys(sorted(path.rglob("*.jsonl")) if path.is_dir() else [path])
+    if not files:
+        raise FedcontextError(f"no run files (*.jsonl) in {', '.join(map(str, paths)) or 'an empty list of paths'}")
+    return list(files)
 
 
-def load(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
-    """Return the runs in ``paths``, and a sentence for each thing that could not be used."""
+def read_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
+    """Return the runs in ``paths``, and one message for everything that was skipped."""
     runs, problems = [], []
-    for path in find(list(paths)):
+    for path in find_files(list(paths)):
         try:
-            runs.append(load_run(path))
+            runs.append(read_file(path))
             problems += runs[-1].problems
         except FedcontextError as error:
             problems.append(str(error))
@@ -68,123 +68,108 @@ def load(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     return runs, problems
 
 
-def load_run(path: Path) -> Run:
-    """Return the run of one file; refuse a file whose first line is no manifest."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError as error:
-        raise FedcontextError(f"{path}: cannot be read ({error.strerror})") from None
-    head = _parsed(lines[0])
-    if head is None or "settings" not in head:
-        raise FedcontextError(f"{path}: not a run of fedcontext (its first line is no manifest)")
-    if head.get("schema") != SCHEMA:
-        raise FedcontextError(f"{path}: schema must be {SCHEMA}, got {str(head.get('schema'))[:TEXT]}")
-    rows, problems = _rows(_whole(path.name), lines[1:])
-    return Run(_whole(path.stem), _mapping(head["settings"]), _mapping(head.get("versions")), rows, problems)
+def read_file(path: Path) -> Run:
+    """Return the run in one file; raise `FedcontextError` if its first line is not a manifest."""
+    first, *lines = map(_replace_surrogates, read_lines(path, errors="replace"))
+    head = parse_manifest(first, path)
+    rows, problems = _read_rows(_replace_surrogates(path.name), lines)
+    name = _replace_surrogates(path.stem)
+    return Run(name, _dict_or_empty(head["settings"]), _dict_or_empty(head.get("versions")), rows, problems)
 
 
-def started(experiment: Experiment) -> Run:
-    """Return the run of an experiment that has no rounds yet, for `row_of` to grow.
+def new_run(experiment: Experiment) -> Run:
+    """Return the run of an experiment without any rounds yet.
 
-    >>> started(Experiment(rounds=5)).settings["rounds"]
+    >>> new_run(Experiment(rounds=5)).settings["rounds"]
     5
     """
-    head = json.loads(json.dumps(manifest(experiment)))
+    head = json.loads(json.dumps(manifest(experiment)))  # tuples become lists, as in a file
     return Run(experiment.name, head["settings"], head["versions"], [])
 
 
-def row_of(record: RoundRecord) -> Row:
-    """Return a record as `load` would give it back."""
-    return clean(dataclasses.asdict(record), record.number)
+def to_row(record: RoundRecord) -> Row:
+    """Return a record as `read_runs` would read it back from a file."""
+    return coerce_row(dataclasses.asdict(record), record.number)
 
 
-def clean(fields: Row, number: int) -> Row:
-    """Return a row with every field of its right type; what is missing, not finite or out of all bounds is None.
+def coerce_row(fields: Row, number: int) -> Row:
+    """Return a row with every field of its right type; a missing, infinite or absurdly large value becomes None.
 
-    >>> row = clean({"loss": float("nan"), "accuracy": 0.5, "seconds": "x", "devices": [3, "<b>"]}, 7)
+    >>> row = coerce_row({"loss": float("nan"), "accuracy": 0.5, "seconds": "x", "devices": [3, "<b>"]}, 7)
     >>> row["number"], row["loss"], row["accuracy"], row["seconds"], row["devices"], row["weights"]
     (7, None, 0.5, 0.0, [3, '<b>'], [None, None])
     """
     given = fields.get("number")
-    whole = isinstance(given, int) and not isinstance(given, bool) and 0 < given < 10**9
-    row: Row = {"number": given if whole else number}
-    row |= {name: number_or_none(fields.get(name)) for name in MEASURES}
+    is_round = isinstance(given, int) and not isinstance(given, bool) and 0 < given < 10**9
+    row: Row = {"number": given if is_round else number}
+    row |= {name: number_or_none(fields.get(name)) for name in METRICS}
     row |= {name: max(0.0, number_or_none(fields.get(name)) or 0.0) for name in COSTS}
-    devices, weights = _list(fields.get("devices")), _list(fields.get("weights"))
-    row["devices"] = [device_name(device) for device in devices]
+    devices, weights = (value if isinstance(value := fields.get(key), list) else [] for key in ("devices", "weights"))
+    row["devices"] = [device_id(device) for device in devices]
     row["weights"] = [number_or_none(weight) for weight in (weights + [None] * len(devices))[: len(devices)]]
-    row["excluded"] = {device_name(key): str(why)[:TEXT] for key, why in _mapping(fields.get("excluded")).items()}
+    excluded = _dict_or_empty(fields.get("excluded"))
+    row["excluded"] = {device_id(device): str(reason)[:MAX_TEXT] for device, reason in excluded.items()}
     row["lost"] = fields.get("lost") is True
     return row
 
 
 def number_or_none(value: Any) -> float | None:
-    """Return a finite number of sensible size, or None.
+    """Return a finite number of plausible size, or None.
 
     >>> number_or_none(2), number_or_none("2"), number_or_none(1e200), number_or_none(True)
     (2.0, None, None, None)
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if abs(value) <= LARGEST else None  # which NaN and infinities are not
+    return float(value) if abs(value) <= MAX_NUMBER else None  # False for NaN and infinities
 
 
-def device_name(value: Any) -> int | str:
-    """Return a device's number, or whatever it is called as text.
+def device_id(value: Any) -> int | str:
+    """Return a device's number, or its name as text.
 
-    >>> device_name("12"), device_name(3), device_name("phone")
+    >>> device_id("12"), device_id(3), device_id("phone")
     (12, 3, 'phone')
     """
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**15:
         return value
-    text = str(value)[:TEXT] if not isinstance(value, int) else hex(value)[:TEXT]
+    text = str(value)[:MAX_TEXT] if not isinstance(value, int) else hex(value)[:MAX_TEXT]
     return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else text
 
 
 def column(rows: Sequence[Row], name: str) -> list[Any]:
-    """Return one field of all rounds."""
+    """Return one field of all rows."""
     return [row[name] for row in rows]
 
 
-def _rows(name: str, lines: list[str]) -> tuple[list[Row], list[str]]:
-    """Return the rounds in order, the last word on each, and what was passed over."""
+def _read_rows(name: str, lines: Sequence[str]) -> tuple[list[Row], list[str]]:
+    """Return the rounds in order, and what was skipped; of a round written twice, the later line counts."""
     rows: dict[int, Row] = {}
     problems = []
-    for position, line in _not_blank(lines):
-        fields = _parsed(line)
-        if fields is None:
-            where = "last line, cut short" if position == len(lines) - 1 else f"line {position + 2}, not a record"
-            problems.append(f"{name}: {where}, was passed over")
+    for position, line in enumerate(lines):
+        if not line.strip():
             continue
-        row = clean(fields, len(rows) + 1)
+        fields = parse_object(line)
+        if fields is None:
+            at_end = position == len(lines) - 1
+            what = "last line is truncated" if at_end else f"line {position + 2} is not a record"
+            problems.append(f"{name}: {what}; skipped")
+            continue
+        row = coerce_row(fields, len(rows) + 1)
         rows[row["number"]] = row
-        odd = [key for key in MEASURES if fields.get(key) is not None and row[key] is None]
-        problems += [f"{name}: round {row['number']} has no usable {key}" for key in odd]
+        unusable = [key for key in METRICS if fields.get(key) is not None and row[key] is None]
+        problems += [f"{name}: round {row['number']} has no usable {key}" for key in unusable]
     return [rows[number] for number in sorted(rows)], problems
 
 
-def _not_blank(lines: list[str]) -> Iterator[tuple[int, str]]:
-    return ((position, line) for position, line in enumerate(lines) if line.strip())
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        content = json.loads(line)
-        if "\\u" in line:  # it may stand for half a character
-            content = json.loads(_whole(json.dumps(content, ensure_ascii=False)))
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def _whole(text: str) -> str:
-    """Return text that any file can hold: no halves of characters (lone surrogates) in it."""
+def _replace_surrogates(text: str) -> str:
+    """Return text that can be encoded: lone surrogates, also escaped ones in JSON, become question marks."""
+    if "\\u" in text and (value := parse_object(text)) is not None:
+        try:
+            text = json.dumps(value, ensure_ascii=False)
+        except RecursionError:  # nested too deeply: reported as not a record
+            return "null"
     return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _mapping(value: Any) -> dict[str, Any]:
+def _dict_or_empty(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}

@@ -1,4 +1,4 @@
-"""A run in a few numbers, and several runs side by side."""
+"""Summary statistics of a run."""
 
 from __future__ import annotations
 
@@ -10,45 +10,43 @@ import numpy as np
 from fedcontext.records import RoundRecord
 
 LEVELS = (0.5, 0.6, 0.7, 0.8)  # the accuracies of the paper's last figure
-TAIL = 20  # rounds over which the swing is taken
+TAIL = 20  # evaluated rounds over which the swing is computed
 
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended, how fast it got there, and how steadily."""
+    """Final metrics of a run, rounds to reach accuracy levels, stability and total cost."""
 
-    loss: float  # in the last evaluated round
+    loss: float  # at the last evaluated round
     accuracy: float
     rounds_to: dict[float, int | None]  # the first round with at least this accuracy
     swing: float  # standard deviation of the accuracy over the last 20 evaluated rounds
-    rises: float  # share of evaluated rounds in which the loss was above the one evaluated before
+    rises: float  # share of evaluated rounds whose loss is above that of the evaluated round before
     seconds: float  # simulated, in total
     bytes_up: int
     bytes_down: int
     rounds: int
-    lost: int  # of these rounds, the ones with too few answers in time: the model was kept
+    lost: int  # rounds with too few replies in time: the model was kept
 
 
 def summarise(records: Sequence[RoundRecord], levels: Iterable[float] = LEVELS) -> Summary:
-    """Return the summary of a run's records; what was never evaluated is NaN.
+    """Return the summary of a run's records; metrics that were never evaluated are NaN.
 
     >>> import fedcontext as fc
     >>> summary = summarise(list(fc.rounds(dataset="synthetic-iid", algorithm="fedavg", rounds=5)))
     >>> 0 <= summary.accuracy <= 1, list(summary.rounds_to)
     (True, [0.5, 0.6, 0.7, 0.8])
     """
-    judged = [(r.number, r.loss, r.accuracy) for r in records if r.loss is not None and r.accuracy is not None]
-    accuracies = [accuracy for _, _, accuracy in judged]
-    losses = [loss for _, loss, _ in judged]
-    first = [
-        r.measured_change for r in records if r.measured_change is not None and judged and r.number == judged[0][0]
-    ]
-    changes = [*first, *np.diff(losses)]
+    evaluated = [(r.number, r.loss, r.accuracy) for r in records if r.loss is not None and r.accuracy is not None]
+    accuracies = [accuracy for _, _, accuracy in evaluated]
+    first = evaluated[0][0] if evaluated else None
+    first_change = [r.measured_change for r in records if r.number == first and r.measured_change is not None]
+    changes = [*first_change, *np.diff([loss for _, loss, _ in evaluated])]
     return Summary(
-        loss=judged[-1][1] if judged else float("nan"),
-        accuracy=judged[-1][2] if judged else float("nan"),
-        rounds_to={level: next((n for n, _, accuracy in judged if accuracy >= level), None) for level in levels},
-        swing=float(np.std(accuracies[-TAIL:])) if judged else float("nan"),
+        loss=evaluated[-1][1] if evaluated else float("nan"),
+        accuracy=evaluated[-1][2] if evaluated else float("nan"),
+        rounds_to={level: next((n for n, _, accuracy in evaluated if accuracy >= level), None) for level in levels},
+        swing=float(np.std(accuracies[-TAIL:])) if evaluated else float("nan"),
         rises=float(np.mean([change > 0 for change in changes])) if changes else float("nan"),
         seconds=sum(record.seconds for record in records),
         bytes_up=sum(record.bytes_up for record in records),
@@ -59,7 +57,7 @@ def summarise(records: Sequence[RoundRecord], levels: Iterable[float] = LEVELS) 
 
 
 def median_rounds(counts: Sequence[int | None]) -> float:
-    """Return the median round over seeds; infinite where half of the runs or more never got there.
+    """Return the median round over seeds; infinite if half of the runs or more never reached the level.
 
     >>> median_rounds([3, None, 5]), median_rounds([None, None, 5])
     (5.0, inf)

@@ -15,8 +15,7 @@ from fedcontext.datasets.federated import (
     Samples,
     Split,
     check_devices,
-    evaluation_split,
-    is_everyone,
+    full_participation,
     join,
 )
 from fedcontext.engines.numba.draws import compiled_orders, entropy
@@ -62,7 +61,7 @@ class SoftmaxNumba:
         self.data, self.dtype = data, np.dtype(dtype)
         self.dimension, self.classes = data.dimension, data.classes
         self._start = np.zeros((self.dimension + 1, self.classes), self.dtype)
-        self.train_split, self.test_split = data.train.each(self._laid_out), data.test.each(self._laid_out)
+        self.train_split, self.test_split = data.train.map(self._laid_out), data.test.map(self._laid_out)
         self._inner = np.empty(0, self.dtype)  # inner products of devices' samples, where they are kept
         self._places: dict[int, int] = {}  # where those of a device begin
         self._known: set[int] = set()  # devices whose inner products are there
@@ -72,9 +71,7 @@ class SoftmaxNumba:
         self._wanted = False  # whether it has been asked for since the last evaluation
         with announced("the fast engine (about ten seconds)"):
             self._drawn = compiled_orders() is not plan.orders  # whether compiled code can draw the batch orders
-            self.train_side, self.test_side = (
-                _side(split) for split in (evaluation_split(self.train_split), self.test_split)
-            )
+            self.train_side, self.test_side = (_side(split) for split in (self.train_split.evaluation, self.test_split))
             self._nothing = sparse(self.train_side.features[:0])  # of devices whose samples are drawn on demand
             self._compile()
 
@@ -97,8 +94,8 @@ class SoftmaxNumba:
         """Return samples among which are those of these devices, and where each device's begin."""
         split = self.train_split
         if isinstance(split, Split) or not len(devices):
-            return self.train_side, evaluation_split(split).offsets[devices]
-        drawn = join(on_all_cores(split.device, devices.tolist())).each(self._laid_out)
+            return self.train_side, split.evaluation.offsets[devices]
+        drawn = join(on_all_cores(split.device, devices.tolist())).map(self._laid_out)
         return Side(drawn.features, drawn.labels, self._nothing), drawn.offsets[:-1]
 
     def _cohort(self, work: Work, side: Side, firsts: IntArray) -> Cohort:
@@ -168,7 +165,7 @@ class SoftmaxNumba:
         round, and the next one finds it ready.
         """
         params = self._checked(params)
-        if not is_everyone(self.train_split, devices):
+        if not full_participation(self.train_split, devices):
             return weighted_sum(weights, self.gradients(params, devices))
         sizes = self.train_split.sizes
         factors = np.repeat(weights / sizes, sizes).astype(self.dtype)

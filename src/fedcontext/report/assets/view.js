@@ -1,69 +1,72 @@
 "use strict";
-// The page's words, tables and controls. All text from records goes in as text (`textContent`), never as markup.
+// Text, tables and controls. All text from records is inserted with `textContent`, never as markup.
 
 let page = JSON.parse(document.getElementById("data").textContent);
-const view = { scene: "", unit: "rounds", log: null, hidden: new Set(), baseline: "", run: "", sort: { column: -1, down: false }, theme: null };
+const view = { dataset: "", unit: "rounds", log: null, hidden: new Set(), baseline: "", run: "", sort: { column: -1, descending: false }, theme: null };
 const UNITS = { rounds: "rounds", seconds: "simulated seconds", bytes: "bytes" };
 const byId = (id) => document.getElementById(id);
 
-function make(tag, properties = {}, ...children) {
+function element(tag, properties = {}, ...children) {
   const node = Object.assign(document.createElement(tag), properties);
   node.append(...children);
   return node;
 }
 
-// What the choices stand for; a choice that is gone (another data set) falls back to a sensible one.
-const scene = () => page.scenes.find((each) => each.dataset === view.scene) || page.scenes[0];
-const groups = () => scene().groups;
-const shown = () => groups().map((group, index) => ({ ...group, index })).filter((group) => !view.hidden.has(group.label));
+// The current selections; one that does not exist (in another data set) falls back to a default.
+const dataset = () => page.datasets.find((each) => each.name === view.dataset) || page.datasets[0];
+const groups = () => dataset().groups;
+const visibleGroups = () => groups().map((group, index) => ({ ...group, index })).filter((group) => !view.hidden.has(group.label));
 const baseline = () => groups().find((group) => group.label === view.baseline) || groups().find((group) => group.label.startsWith("fedavg")) || groups()[0];
-const weighed = () => scene().runs.filter((each) => each.stages.length);
-const run = () => scene().runs.find((each) => each.label === view.run) || weighed().find((each) => each.label.includes("contextual")) || weighed()[0] || scene().runs[0];
+function selectedRun() {
+  const { runs } = dataset();
+  const weighted = runs.filter((run) => run.stages.length);
+  return runs.find((run) => run.label === view.run) || weighted.find((run) => run.label.includes("contextual")) || weighted[0] || runs[0];
+}
 
-function number(value, digits = 4) {
+function formatNumber(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
   if (size !== 0 && (size >= 1e6 || size < 1e-3)) return value.toExponential(digits - 2);
   return Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 6 });
 }
-const percent = (value) => (value === null ? "–" : `${(100 * value).toFixed(1)} %`);
-function cost(value, unit) {
+const formatPercent = (value) => (value === null ? "–" : `${(100 * value).toFixed(1)} %`);
+function formatCost(value, unit) {
   if (value === null) return "–";
-  if (unit === "seconds") return `${number(value, 3)} s`;
-  if (unit !== "bytes") return number(value, 4);
+  if (unit === "seconds") return `${formatNumber(value, 3)} s`;
+  if (unit !== "bytes") return formatNumber(value, 4);
   const power = Math.min(5, Math.max(0, Math.floor(Math.log10(Math.max(value, 1)) / 3)));
-  return `${number(value / 1000 ** power, 3)} ${["B", "kB", "MB", "GB", "TB", "PB"][power]}`;
+  return `${formatNumber(value / 1000 ** power, 3)} ${["B", "kB", "MB", "GB", "TB", "PB"][power]}`;
 }
 
-function fillSelect(select, values, chosen) {
+function fillSelect(select, values, selected) {
   if ([...select.options].map((option) => option.value).join("\n") !== values.join("\n")) {
-    select.replaceChildren(...values.map((value) => make("option", { value, textContent: value })));
+    select.replaceChildren(...values.map((value) => element("option", { value, textContent: value })));
   }
-  select.value = chosen;
+  select.value = selected;
 }
 
 function writeHead() {
-  byId("headline").textContent = scene().sentences[0];
-  byId("outcome").textContent = scene().sentences[1];
+  byId("headline").textContent = dataset().sentences[0];
+  byId("outcome").textContent = dataset().sentences[1];
   const status = byId("status");
-  status.hidden = !page.running;
-  document.body.classList.toggle("running", Boolean(page.running));
-  if (page.running && status.textContent !== page.running) status.textContent = page.running;
+  status.hidden = !page.status;
+  document.body.classList.toggle("running", Boolean(page.status));
+  if (page.status && status.textContent !== page.status) status.textContent = page.status;
   const problems = byId("problems");
   problems.hidden = !page.problems.length;
-  problems.firstChild.textContent = page.problems.length === 1 ? "One thing could not be used" : `${page.problems.length} things could not be used`;
-  problems.lastChild.replaceChildren(...page.problems.map((text) => make("li", { textContent: text })));
-  byId("scene-choice").hidden = page.scenes.length < 2;
-  fillSelect(byId("scene"), page.scenes.map((each) => each.dataset), scene().dataset);
+  problems.firstChild.textContent = page.problems.length === 1 ? "1 problem with the files" : `${page.problems.length} problems with the files`;
+  problems.lastChild.replaceChildren(...page.problems.map((text) => element("li", { textContent: text })));
+  byId("dataset-choice").hidden = page.datasets.length < 2;
+  fillSelect(byId("dataset"), page.datasets.map((each) => each.name), dataset().name);
   fillSelect(byId("baseline"), groups().map((group) => group.label), baseline().label);
-  fillSelect(byId("run"), scene().runs.map((each) => each.label), run() ? run().label : "");
+  fillSelect(byId("run"), dataset().runs.map((run) => run.label), selectedRun()?.label ?? "");
 }
 
 function writeLegend() {
   const legend = byId("legend");
-  const focus = legend.contains(document.activeElement) ? document.activeElement.dataset.label : null;
+  const focused = legend.contains(document.activeElement) ? document.activeElement.dataset.label : null;
   legend.replaceChildren(...groups().map((group, index) => {
-    const button = make("button", { type: "button" }, swatch(index), make("span", { textContent: group.label }));
+    const button = element("button", { type: "button" }, swatch(index), element("span", { textContent: group.label }));
     button.dataset.label = group.label;
     button.setAttribute("aria-pressed", String(!view.hidden.has(group.label)));
     button.addEventListener("click", () => {
@@ -73,110 +76,110 @@ function writeLegend() {
     });
     return button;
   }));
-  if (focus !== null) [...legend.children].find((button) => button.dataset.label === focus)?.focus();
+  if (focused !== null) [...legend.children].find((button) => button.dataset.label === focused)?.focus();
 }
 
 function swatch(index) {
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  svg.setAttribute("width", "26");
-  svg.setAttribute("height", "10");
-  svg.setAttribute("aria-hidden", "true");
-  const line = document.createElementNS("http://www.w3.org/2000/svg", "line");
-  const shape = { x1: 0, x2: 26, y1: 5, y2: 5, stroke: colour(index), "stroke-width": 3, "stroke-dasharray": DASHES[dashOf(index)] };
-  for (const [key, value] of Object.entries(shape)) line.setAttribute(key, value);
-  svg.append(line);
+  const svgElement = (tag, attributes) => {
+    const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+    return node;
+  };
+  const svg = svgElement("svg", { width: 26, height: 10, "aria-hidden": "true" });
+  svg.append(svgElement("line", { x1: 0, x2: 26, y1: 5, y2: 5, stroke: colour(index), "stroke-width": 3, "stroke-dasharray": DASHES[dashOf(index)] }));
   return svg;
 }
 
-// The table: plain columns, then one for each accuracy level in the unit chosen.
+// Columns of the table of results: title, value to sort by, text; then one column per accuracy level.
 function columns() {
-  const own = [
+  const fixed = [
     ["algorithm", (g) => g.label, (g) => g.label],
-    ["final loss", (g) => g.final.loss, (g) => number(g.final.loss)],
-    ["final accuracy", (g) => g.final.accuracy, (g) => percent(g.final.accuracy)],
-    ["swing", (g) => g.final.swing, (g) => number(g.final.swing, 2)],
-    ["loss rose", (g) => g.final.rises, (g) => percent(g.final.rises)],
-    ["promise held", (g) => g.final.kept, (g) => percent(g.final.kept)],
+    ["final loss", (g) => g.final.loss, (g) => formatNumber(g.final.loss)],
+    ["final accuracy", (g) => g.final.accuracy, (g) => formatPercent(g.final.accuracy)],
+    ["swing", (g) => g.final.swing, (g) => formatNumber(g.final.swing, 2)],
+    ["loss rose", (g) => g.final.rises, (g) => formatPercent(g.final.rises)],
+    ["bound held", (g) => g.final.bound_held, (g) => formatPercent(g.final.bound_held)],
   ];
-  return own.concat(scene().levels.map((level, at) => [`to ${Math.round(100 * level)} %`, (g) => g.reach[view.unit][at], (g) => cost(g.reach[view.unit][at], view.unit), at]));
+  return fixed.concat(dataset().levels.map((level, index) => {
+    const value = (group) => group.milestones[view.unit][index];
+    return [`to ${Math.round(100 * level)} %`, value, (group) => formatCost(value(group), view.unit), "ratio"];
+  }));
 }
 
-function sorted(rows, pick, down) {
+function sortRows(rows, valueOf, descending) {
   const order = (a, b) => (typeof a === "string" ? a.localeCompare(b) : a - b);
-  const last = (value) => value === null || value === undefined;
-  return [...rows].sort((a, b) => last(pick(a)) - last(pick(b)) || (last(pick(a)) ? 0 : (down ? -1 : 1) * order(pick(a), pick(b))));
+  const missing = (value) => value === null || value === undefined; // always last
+  return [...rows].sort((a, b) => missing(valueOf(a)) - missing(valueOf(b)) || (missing(valueOf(a)) ? 0 : (descending ? -1 : 1) * order(valueOf(a), valueOf(b))));
 }
 
 function writeTable() {
   const [head, body] = byId("results").children;
   const all = columns();
-  const focus = head.contains(document.activeElement) ? document.activeElement.textContent : null;
-  head.replaceChildren(make("tr", {}, ...all.map(([title], at) => {
-    const button = make("button", { type: "button", textContent: title });
+  const focused = head.contains(document.activeElement) ? document.activeElement.textContent : null;
+  head.replaceChildren(element("tr", {}, ...all.map(([title], index) => {
+    const button = element("button", { type: "button", textContent: title });
     button.addEventListener("click", () => {
-      view.sort = { column: at, down: view.sort.column === at && !view.sort.down };
+      view.sort = { column: index, descending: view.sort.column === index && !view.sort.descending };
       writeTable();
     });
-    const cell = make("th", { scope: "col", className: at ? "number" : "" }, button);
-    cell.setAttribute("aria-sort", view.sort.column === at ? (view.sort.down ? "descending" : "ascending") : "none");
+    const cell = element("th", { scope: "col", className: index ? "number" : "" }, button);
+    cell.setAttribute("aria-sort", view.sort.column === index ? (view.sort.descending ? "descending" : "ascending") : "none");
     return cell;
   })));
-  const picked = all[view.sort.column];
-  const rows = picked ? sorted(groups(), picked[1], view.sort.down) : groups();
-  body.replaceChildren(...rows.map((group) => row(group, all)));
-  if (focus !== null) [...head.querySelectorAll("button")].find((button) => button.textContent === focus)?.focus();
-  byId("reach-note").textContent = scene().levels.length ? `Cost in ${UNITS[view.unit]} until the test accuracy first reached each level.` : "No accuracy level was reached.";
+  const sortBy = all[view.sort.column];
+  const rows = sortBy ? sortRows(groups(), sortBy[1], view.sort.descending) : groups();
+  body.replaceChildren(...rows.map((group) => tableRow(group, all)));
+  if (focused !== null) [...head.querySelectorAll("button")].find((button) => button.textContent === focused)?.focus();
+  byId("milestones-note").textContent = dataset().levels.length ? `Median ${UNITS[view.unit]} over seeds until the test accuracy first reached each level.` : "No accuracy level was reached.";
 }
 
-function row(group, all) {
-  const cells = all.map(([, , text, level], at) => {
-    const cell = make(at ? "td" : "th", { className: at ? "number" : "", textContent: text(group) });
-    if (!at) cell.scope = "row";
-    const mine = level === undefined ? null : group.reach[view.unit][level];
-    const theirs = level === undefined ? null : baseline().reach[view.unit][level];
-    if (mine !== null && theirs) cell.append(make("small", { textContent: `${(mine / theirs).toFixed(2)}×` }));
+function tableRow(group, all) {
+  const cells = all.map(([, valueOf, textOf, ratio], index) => {
+    const cell = element(index ? "td" : "th", { className: index ? "number" : "", textContent: textOf(group) });
+    if (!index) cell.scope = "row";
+    if (ratio && valueOf(group) !== null && valueOf(baseline())) cell.append(element("small", { textContent: `${(valueOf(group) / valueOf(baseline())).toFixed(2)}×` }));
     return cell;
   });
-  return make("tr", { className: group === baseline() ? "baseline" : "" }, ...cells);
+  return element("tr", { className: group === baseline() ? "baseline" : "" }, ...cells);
 }
 
 function writeRun() {
-  const left = run() ? run().left_out : { rows: [], more: 0, lost: "" };
-  const cells = ([device, why, count, which]) => make("tr", {}, ...[device, why, count, which].map((value, at) => make("td", { textContent: value, className: at === 2 ? "number" : "" })));
-  byId("left").lastChild.replaceChildren(...left.rows.map(cells));
-  byId("left").parentElement.hidden = !left.rows.length;
-  const more = left.more ? ` ${left.more} more rows are not shown.` : "";
-  const lost = left.lost ? ` Too few answered in round ${left.lost}, and the model was kept.` : "";
-  byId("left-note").textContent = (left.rows.length ? "Devices that were asked and whose updates were not applied." : "No device was left out.") + more + lost;
+  const { rows, more, lost } = selectedRun()?.excluded ?? { rows: [], more: 0, lost: "" };
+  const tableCells = (values) => values.map((value, index) => element("td", { textContent: value, className: index === 2 ? "number" : "" }));
+  byId("excluded").lastChild.replaceChildren(...rows.map((values) => element("tr", {}, ...tableCells(values))));
+  byId("excluded").parentElement.hidden = !rows.length;
+  const summary = rows.length ? "Selected devices whose updates were not applied." : "No device was excluded.";
+  const hidden = more ? ` ${more} more rows are not shown.` : "";
+  const kept = lost ? ` Rounds with too few replies, in which the model was kept: ${lost}.` : "";
+  byId("excluded-note").textContent = summary + hidden + kept;
 }
 
-function writeRepeats() {
+function writeConfigs() {
   byId("versions").textContent = page.versions.length ? `Made with ${page.versions.join(", ")}.` : "";
-  byId("repeat-note").textContent = scene().comparable ? "Save as repeat.toml, then: fedcontext compare repeat.toml" : "The settings of these runs, as their own program wrote them down.";
-  const texts = [...byId("repeats").querySelectorAll("pre")].map((pre) => pre.textContent);
-  if (texts.join("\n\n") === scene().repeats.join("\n\n")) return;
-  byId("repeats").replaceChildren(...scene().repeats.map((text) => {
-    const button = make("button", { type: "button", textContent: "Copy" });
+  byId("configs-note").textContent = dataset().reproducible ? "Save as config.toml, then run: fedcontext compare config.toml" : "The settings of these runs, as recorded by the program that ran them.";
+  const texts = [...byId("configs").querySelectorAll("pre")].map((pre) => pre.textContent);
+  if (texts.join("\n\n") === dataset().configs.join("\n\n")) return;
+  byId("configs").replaceChildren(...dataset().configs.map((text) => {
+    const button = element("button", { type: "button", textContent: "Copy" });
     button.addEventListener("click", async () => {
-      button.textContent = (await copied(text)) ? "Copied" : "Press Ctrl+C";
+      button.textContent = (await copy(text)) ? "Copied" : "Press Ctrl+C";
       setTimeout(() => { button.textContent = "Copy"; }, 2000);
     });
-    const pre = make("pre", { textContent: text, tabIndex: 0 });
-    return make("div", { className: "copy" }, button, pre);
+    return element("div", { className: "copy" }, button, element("pre", { textContent: text, tabIndex: 0 }));
   }));
 }
 
-async function copied(text) {
+async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
     return true;
-  } catch {
-    const area = make("textarea", { value: text });
+  } catch { // pages opened from disk may lack the clipboard API
+    const area = element("textarea", { value: text });
     document.body.append(area);
     area.select();
-    const done = document.execCommand("copy");
+    const copied = document.execCommand("copy");
     area.remove();
-    return done;
+    return copied;
   }
 }
 
@@ -185,7 +188,7 @@ function writeAll() {
   writeLegend();
   writeTable();
   writeRun();
-  writeRepeats();
+  writeConfigs();
 }
 
 function setTheme(theme) {
@@ -195,36 +198,34 @@ function setTheme(theme) {
   drawAll();
 }
 
-// While the runs go on, a script beside the page brings the news: pages from disk may load scripts, and nothing else.
-function news(content) {
-  const live = page.live;
-  page = { ...content, live };
-  writeAll();
-  drawAll();
-}
-
-function listen() {
-  if (!page.live || !page.running) return;
-  const script = make("script", { src: `${encodeURIComponent(page.live)}?${Date.now()}` });
-  const again = () => { script.remove(); setTimeout(listen, 1000); };
-  script.onload = again;
-  script.onerror = again;
+// While the runs are in progress, poll the script beside the page: a page from disk may load scripts but not read files.
+function poll() {
+  if (!page.live || !page.status) return;
+  const script = element("script", { src: `${encodeURIComponent(page.live)}?${Date.now()}` });
+  script.onload = script.onerror = () => { script.remove(); setTimeout(poll, 1000); };
   document.head.append(script);
 }
-let heard = 0;
-window.fedcontextNews = (count, content) => { if (count > heard) { heard = count; news(content); } };
-
-function begin() {
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  const follow = () => setTheme(view.theme || (dark.matches ? "dark" : "light"));
-  dark.addEventListener("change", follow);
-  byId("theme").addEventListener("click", () => { view.theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark"; follow(); });
-  byId("scene").addEventListener("change", (event) => { view.scene = event.target.value; view.log = null; writeAll(); drawAll(); });
-  byId("baseline").addEventListener("change", (event) => { view.baseline = event.target.value; writeTable(); });
-  byId("run").addEventListener("change", (event) => { view.run = event.target.value; writeRun(); drawAll(); });
-  byId("log").addEventListener("change", (event) => { view.log = event.target.checked; drawAll(); });
-  for (const radio of document.querySelectorAll("[name=unit]")) radio.addEventListener("change", () => { view.unit = radio.value; writeTable(); drawAll(); });
-  follow();
+let lastUpdate = 0;
+window.fedcontextUpdate = (time, data) => {
+  if (time <= lastUpdate) return;
+  lastUpdate = time;
+  page = { ...data, live: page.live };
   writeAll();
-  listen();
+  drawAll();
+};
+
+function start() {
+  const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+  const applyTheme = () => setTheme(view.theme || (prefersDark.matches ? "dark" : "light"));
+  const onChange = (id, handler) => byId(id).addEventListener("change", (event) => handler(event.target));
+  prefersDark.addEventListener("change", applyTheme);
+  byId("theme").addEventListener("click", () => { view.theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark"; applyTheme(); });
+  onChange("dataset", (select) => { view.dataset = select.value; view.log = null; writeAll(); drawAll(); });
+  onChange("baseline", (select) => { view.baseline = select.value; writeTable(); });
+  onChange("run", (select) => { view.run = select.value; writeRun(); drawAll(); });
+  onChange("log", (box) => { view.log = box.checked; drawAll(); });
+  for (const radio of document.querySelectorAll("[name=unit]")) radio.addEventListener("change", () => { view.unit = radio.value; writeTable(); drawAll(); });
+  applyTheme();
+  writeAll();
+  poll();
 }

@@ -1,0 +1,111 @@
+"""On-disk cache of prepared data sets: a later process maps the partitioned arrays instead of computing them.
+
+An entry is a folder of .npy files whose name has a digest of all that decides its content. ``FEDCONTEXT_CACHE=0`` turns
+the cache off; deleting ``$XDG_CACHE_HOME/fedcontext/prepared`` clears it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedcontext.datasets.federated import FederatedData, Split
+from fedcontext.datasets.files import cache_folder
+
+SWITCH = "FEDCONTEXT_CACHE"
+VERSION = 1  # increase it when any data set is prepared differently
+MAX_ENTRIES = 4  # the least recently used are deleted; one of MNIST takes 220 MB
+ARRAYS = ("features", "labels", "offsets")
+
+
+def prepared_folder() -> Path:
+    """Return the directory of the cached entries."""
+    return cache_folder() / "prepared"
+
+
+def prepared(
+    name: str, source: Path, shape: tuple[int, int], build: Callable[[], FederatedData], seed: int = 0
+) -> FederatedData:
+    """Return ``build()`` or its cached copy; ``shape`` is (features, classes), ``source`` the file it is built from.
+
+    The arrays are the same bit for bit. Cached features are mapped copy-on-write: writing to them changes no file.
+    """
+    if os.environ.get(SWITCH) == "0":
+        return build()
+    try:
+        entry = prepared_folder() / f"{name}-{_digest(source, seed)}"
+        if entry.is_dir():
+            return _read(entry, name, shape)
+    except OSError:  # source unreadable: `build` says so; entry unreadable or just deleted: it is built again
+        return build()
+    except (ValueError, OverflowError) as error:
+        warnings.warn(f"{entry}: damaged cache entry is rebuilt ({error})", stacklevel=3)
+        shutil.rmtree(entry, ignore_errors=True)
+    data = build()
+    _write(entry, data)
+    return data
+
+
+def _digest(source: Path, seed: int) -> str:
+    with source.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    digest.update(f"{VERSION} {np.__version__} {seed}".encode())  # NumPy may change what a seed draws
+    return digest.hexdigest()[:32]
+
+
+def _read(entry: Path, name: str, shape: tuple[int, int]) -> FederatedData:
+    train, test = (Split(*(_map(entry / f"{side}_{array}.npy") for array in ARRAYS)) for side in ("train", "test"))
+    for split in (train, test):
+        _check(split, *shape)
+    if len(train.offsets) != len(test.offsets):
+        raise ValueError("train and test have different devices")
+    with contextlib.suppress(OSError):
+        os.utime(entry)  # the time of its last use
+    return FederatedData(name, train, test, shape[1])
+
+
+def _map(path: Path) -> npt.NDArray[Any]:
+    if not path.is_file():
+        raise ValueError(f"{path.name} is missing")
+    return np.asarray(np.lib.format.open_memmap(path, mode="c"))
+
+
+def _check(split: Split, dimension: int, classes: int) -> None:
+    """Raise ValueError unless the arrays are what a split consists of."""
+    features, labels, offsets = split.features, split.labels, split.offsets
+    if features.dtype != np.float32 or labels.dtype != np.int64 or offsets.dtype != np.int64:
+        raise ValueError(f"dtypes are {features.dtype}, {labels.dtype}, {offsets.dtype}")
+    if labels.ndim != 1 or offsets.ndim != 1 or features.shape != (len(labels), dimension):
+        raise ValueError(f"shapes are {features.shape}, {labels.shape}, {offsets.shape}")
+    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != len(labels) or split.sizes.min() < 0:
+        raise ValueError("offsets are not those of the samples")
+    if len(labels) and not 0 <= labels.min() <= labels.max() < classes:
+        raise ValueError(f"labels are from {labels.min()} to {labels.max()}")
+
+
+def _write(entry: Path, data: FederatedData) -> None:
+    """Add an entry: a complete folder or none. Without space or permission, or if another process was first, none."""
+    with contextlib.suppress(OSError):
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=entry.parent, ignore_cleanup_errors=True) as scratch:
+            folder = Path(scratch) / entry.name
+            folder.mkdir()
+            for side, split in (("train", data.evaluation_split), ("test", data.test)):
+                for array in ARRAYS:
+                    with (folder / f"{side}_{array}.npy").open("wb") as file:
+                        np.save(file, getattr(split, array), allow_pickle=False)
+                        os.fsync(file.fileno())  # before the rename, so that a power cut leaves no half-written entry
+            folder.rename(entry)
+        newest_first = sorted(entry.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+        for old in newest_first[MAX_ENTRIES:]:
+            shutil.rmtree(old, ignore_errors=True)

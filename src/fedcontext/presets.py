@@ -1,0 +1,42 @@
+"""Named groups of settings to start from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedcontext.errors import FedcontextError
+from fedcontext.experiment import Experiment, experiment_from
+
+PRESETS: dict[str, Mapping[str, Any]] = {
+    "paper": {
+        "dataset": "mnist",
+        "algorithm": "fedavg-contextual",
+        "devices_per_round": 10,
+        "epochs": (1, 20),
+        "smoothness": "1/lr",
+        "probes": "all",
+        "averaging": "mean",
+        "probe_averaging": "mean",
+    }
+}
+
+
+def paper(dataset: str = "mnist", **changes: Any) -> Experiment:
+    """Return the setting that the paper prints: β = 1/lr, K2 = N, plain averages, K = 10, 1 to 20 local epochs.
+
+    >>> paper("synthetic-1-1", rounds=5).smoothness
+    '1/lr'
+    """
+    return experiment_from({**PRESETS["paper"], "dataset": dataset, **changes})
+
+
+def preset_named(name: str) -> Mapping[str, Any]:
+    """Return the settings of a preset.
+
+    >>> preset_named("paper")["probes"]
+    'all'
+    """
+    if name not in PRESETS:
+        raise FedcontextError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
+    return PRESETS[name]

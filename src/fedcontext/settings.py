@@ -1,0 +1,141 @@
+"""Declaring settings: the default, the check and the help text of one setting in one dataclass field."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedcontext.errors import FedcontextError
+
+
+@dataclass(frozen=True)
+class Check:
+    """Converts a value from Python, TOML or the command line to a setting's type, or says what the setting accepts.
+
+    >>> Check("INTEGER", "an integer", int, words=("all",))("pool", "some")
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: pool must be an integer or all, got 'some'
+    """
+
+    kind: str  # the placeholder in command-line help
+    expected: str  # completes "must be ..."
+    convert: Callable[[Any], Any]  # raises TypeError or ValueError for any other value
+    words: tuple[str, ...] = ()  # accepted as they are
+
+    def __call__(self, name: str, value: Any) -> Any:
+        """Return ``value`` as the setting ``name`` stores it."""
+        if isinstance(value, str) and value in self.words:
+            return value
+        try:
+            return self.convert(value)
+        except (TypeError, ValueError, OverflowError):
+            raise FedcontextError(f"{name} must be {self.accepts}, got {value!r}") from None
+
+    @property
+    def accepts(self) -> str:
+        """Return all accepted values in words."""
+        *first, last = self.expected, *self.words
+        return f"{', '.join(first)} or {last}" if first else last
+
+    @property
+    def metavar(self) -> str:
+        """Return the placeholder of the value in command-line help."""
+        return "|".join((self.kind, *self.words))
+
+
+def setting(default: Any, check: Check, help: str, *, default_text: str = "", aliases: tuple[str, ...] = ()) -> Any:
+    """Return a dataclass field for a setting.
+
+    ``default_text`` describes a default that depends on other settings; ``aliases`` are names that other libraries
+    and the paper use, from which an error suggests this one.
+    """
+    shown = default_text or ("..".join(map(str, default)) if isinstance(default, tuple) else str(default))
+    return field(default=default, metadata={"check": check, "help": help, "default": shown, "aliases": aliases})
+
+
+def integer(least: int, *words: str) -> Check:
+    """Return the check for an integer of at least ``least``, or one of ``words``.
+
+    >>> integer(1, "all")("probes", "5"), integer(1, "all")("probes", "all")
+    (5, 'all')
+    """
+    return Check("INTEGER", f"an integer of at least {least}", lambda value: _integer(value, least), words)
+
+
+def number(*words: str, positive: bool = False) -> Check:
+    """Return the check for a finite number of at least 0, or above 0, or one of ``words``.
+
+    >>> number("1/lr", positive=True)("smoothness", -1)
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: smoothness must be a positive number or 1/lr, got -1
+    """
+
+    def convert(value: Any) -> float:
+        converted = float(value)
+        if isinstance(value, bool) or not 0 <= converted < float("inf") or (positive and not converted):
+            raise ValueError
+        return converted
+
+    return Check("NUMBER", "a positive number" if positive else "a number of at least 0", convert, words)
+
+
+def text(kind: str = "TEXT") -> Check:
+    """Return the check for any text.
+
+    >>> text()("dataset", "mnist")
+    'mnist'
+    """
+
+    def convert(value: Any) -> str:
+        if not isinstance(value, str):
+            raise TypeError
+        return value
+
+    return Check(kind, "text", convert)
+
+
+def one_of(choices: Collection[str], kind: str = "") -> Check:
+    """Return the check for one of ``choices``, which may grow later.
+
+    >>> one_of(["mean", "samples"])("averaging", "median")
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: averaging must be mean or samples, got 'median'
+    """
+
+    def convert(value: Any) -> str:
+        if not isinstance(value, str) or value not in choices:
+            raise ValueError
+        return value
+
+    expected = " or ".join(choices) if len(choices) < 3 else f"one of {', '.join(choices)}"
+    return Check(kind or "|".join(choices), expected, convert)
+
+
+def integer_range(least: int) -> Check:
+    """Return the check for a range of integers: a pair, text such as 1..20, or one integer for both ends.
+
+    >>> integer_range(1)("epochs", "1..20"), integer_range(1)("epochs", 5)
+    ((1, 20), (5, 5))
+    """
+
+    def convert(value: Any) -> tuple[int, int]:
+        ends = value.split("..") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+        low, high = ends if len(ends) == 2 else (*ends, *ends)
+        bounds = _integer(low, least), _integer(high, least)
+        if bounds[0] > bounds[1]:
+            raise ValueError
+        return bounds
+
+    return Check("INTEGER|LOW..HIGH", f"an integer of at least {least} or an ascending range such as 1..20", convert)
+
+
+def _integer(value: Any, least: int) -> int:
+    converted = int(value) if isinstance(value, str) else operator.index(value)
+    if isinstance(value, bool) or converted < least:
+        raise ValueError
+    return converted
