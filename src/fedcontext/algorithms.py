@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
 
 from fedcontext import rules, server
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.local_sgd import LocalSGD, proximal, sgd
 from fedcontext.memory import contextual_memory
-from fedcontext.rules import AnyRule
+from fedcontext.rules import AnyRule, Averaging
 from fedcontext.server import ServerOptimizer, server_sgd
-
-Averaging: TypeAlias = Literal["mean", "samples"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +77,21 @@ def fedyogi(h: Hyperparameters) -> Algorithm:
     return replace(fedavg(h), name="fedyogi", server=optimizer)
 
 
+def fednova(h: Hyperparameters) -> Algorithm:
+    """Return FedNova (Wang et al. 2020): FedAvg with every update divided by its number of local steps."""
+    return replace(fedavg(h), name="fednova", rule=rules.fednova(h.averaging))
+
+
+def fedexp(h: Hyperparameters) -> Algorithm:
+    """Return FedExP (Jhunjhunwala et al. 2023): FedAvg with an extrapolated server step."""
+    return replace(fedavg(h), name="fedexp", rule=rules.fedexp())
+
+
+def fedmgda(h: Hyperparameters) -> Algorithm:
+    """Return FedMGDA+ (Hu et al. 2022): the shortest convex combination of the normalised updates."""
+    return replace(fedavg(h), name="fedmgda", rule=rules.fedmgda())
+
+
 def with_server_rate(algorithm: Algorithm, h: Hyperparameters) -> Algorithm:
     """Return an algorithm without a server optimiser with its step scaled by the server learning rate, if one is set.
 
@@ -131,6 +143,9 @@ ALGORITHMS: dict[str, Callable[[Hyperparameters], Algorithm]] = {
     "fedadagrad": fedadagrad,
     "fedadam": fedadam,
     "fedyogi": fedyogi,
+    "fednova": fednova,
+    "fedexp": fedexp,
+    "fedmgda": fedmgda,
     "fedavg-contextual": lambda h: contextual_version(fedavg(h), h.smoothness),
     "fedprox-contextual": lambda h: contextual_version(fedprox(h), h.smoothness),
     "fedavg-expected": lambda h: expected_version(fedavg(h), h.smoothness),

@@ -130,6 +130,7 @@ class Simulation:
             pool=dict(zip(pool.tolist(), updates[len(devices) :], strict=True)),
             differences=differences,
             population=self.data.population,
+            steps=self._steps(devices, plan.epochs[received.cohort]),
         )
 
     def _replies(self, plan: RoundPlan, state: State) -> Replies:
@@ -183,9 +184,11 @@ class Simulation:
         """Return params + step; leaves that no gradient moves are those of ``averaged``."""
         base, steps, means = leaves(params), leaves(step), leaves(averaged)
         trained = {name for name in base if name not in self.engine.buffers and kind_of(base[name]) == "floating"}
-        return rebuild(
-            params, {name: base[name] + steps[name] if name in trained else means[name] for name in base}
-        )
+        return rebuild(params, {name: base[name] + steps[name] if name in trained else means[name] for name in base})
+
+    def _steps(self, devices: IntArray, epochs: IntArray) -> IntArray:
+        """Return the number of local SGD steps of each device."""
+        return epochs * -(-self.data.train.sizes[devices] // self.algorithm.local.batch_size)
 
     def _evaluates(self, number: int) -> bool:
         return number % self.experiment.eval_every == 0 or number == self.experiment.rounds
@@ -272,9 +275,7 @@ def _algorithm(experiment: Experiment, given: Algorithm | AnyRule | None, smooth
         smoothness=smoothness,
         batch_size=experiment.batch_size,
         mu=experiment.mu,
-        server_learning_rate=None
-        if experiment.server_learning_rate == "default"
-        else experiment.server_learning_rate,
+        server_learning_rate=None if experiment.server_learning_rate == "default" else experiment.server_learning_rate,
         server_momentum=experiment.server_momentum,
         averaging=experiment.averaging,
     )
