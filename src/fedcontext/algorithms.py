@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from fedcontext import rules, server
+from fedcontext import rules, server, variates
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.local_sgd import LocalSGD, proximal, sgd
 from fedcontext.memory import contextual_memory
 from fedcontext.rules import AnyRule, Averaging
 from fedcontext.server import ServerOptimizer, server_sgd
+from fedcontext.variates import ControlVariates
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Algorithm:
     local: LocalSGD
     rule: AnyRule
     server: ServerOptimizer | None = None  # None adds the step to the params as it is
+    variates: ControlVariates | None = None  # state that devices keep between rounds
 
 
 def fedavg(h: Hyperparameters) -> Algorithm:
@@ -92,6 +94,16 @@ def fedmgda(h: Hyperparameters) -> Algorithm:
     return replace(fedavg(h), name="fedmgda", rule=rules.fedmgda())
 
 
+def scaffold(h: Hyperparameters) -> Algorithm:
+    """Return SCAFFOLD (Karimireddy et al. 2020, option II): FedAvg with control variates against client drift."""
+    return replace(fedavg(h), name="scaffold", variates=variates.scaffold(h.learning_rate))
+
+
+def feddyn(h: Hyperparameters) -> Algorithm:
+    """Return FedDyn (Acar et al. 2021): FedProx's local training with a dynamic linear term, α = μ."""
+    return replace(fedprox(h), name="feddyn", variates=variates.feddyn(h.mu))
+
+
 def with_server_rate(algorithm: Algorithm, h: Hyperparameters) -> Algorithm:
     """Return an algorithm without a server optimiser with its step scaled by the server learning rate, if one is set.
 
@@ -146,6 +158,8 @@ ALGORITHMS: dict[str, Callable[[Hyperparameters], Algorithm]] = {
     "fednova": fednova,
     "fedexp": fedexp,
     "fedmgda": fedmgda,
+    "scaffold": scaffold,
+    "feddyn": feddyn,
     "fedavg-contextual": lambda h: contextual_version(fedavg(h), h.smoothness),
     "fedprox-contextual": lambda h: contextual_version(fedprox(h), h.smoothness),
     "fedavg-expected": lambda h: expected_version(fedavg(h), h.smoothness),

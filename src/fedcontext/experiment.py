@@ -11,11 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from fedcontext.algorithms import ALGORITHMS, Averaging
+from fedcontext.algorithms import ALGORITHMS
 from fedcontext.datasets import NAMES
 from fedcontext.engines.base import ENGINES
 from fedcontext.errors import FedcontextError
 from fedcontext.fleet import PROFILES
+from fedcontext.rules import Averaging
 from fedcontext.settings import integer, integer_range, number, one_of, setting, text
 from fedcontext.toml import read_toml
 
@@ -64,7 +65,7 @@ class Experiment:
     learning_rate: float = setting(
         None, number(positive=True), "Learning rate of local SGD", default_text=PUBLISHED, aliases=("lr",)
     )
-    mu: float = setting(0.1, number(), "Proximal constant μ of FedProx and FOLB", aliases=("proximal_mu",))
+    mu: float = setting(0.1, number(), "Proximal constant μ of FedProx and FOLB, α of FedDyn", aliases=("proximal_mu",))
     server_learning_rate: float | Literal["default"] = setting(
         "default",
         number("default", positive=True),

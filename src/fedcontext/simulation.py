@@ -11,7 +11,7 @@ import numpy as np
 
 from fedcontext.aggregation import Aggregation, aggregate
 from fedcontext.algorithms import Algorithm, Hyperparameters, algorithm_named
-from fedcontext.arrays.tree import FloatArray, Structure, all_finite, kind_of, leaves, rebuild
+from fedcontext.arrays.tree import FloatArray, Leaves, Structure, all_finite, kind_of, leaves, rebuild
 from fedcontext.datasets import FederatedData, load_dataset
 from fedcontext.datasets.federated import full_participation
 from fedcontext.engines.base import Engine, EngineOptions, Work, engine_named
@@ -28,6 +28,7 @@ from fedcontext.server import ServerOptimizer, except_buffers
 from fedcontext.server import State as ServerState
 from fedcontext.smoothness import curvature, smoothness_of
 from fedcontext.sums import flat, unflat
+from fedcontext.variates import VariateState, corrections, initial_state, next_state
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,17 @@ class State:
     loss: float | None  # at params, where known
     previous: Structure | None = None  # the params before the last aggregation, where the rule needs them
     server: ServerState = None  # of the server optimiser, where there is one
+    variates: VariateState | None = None  # of the server and of devices that took part, for control variates
 
     @property
     def carried(self) -> dict[str, Any]:
         """What a checkpoint holds beside number, params and loss."""
-        return {"rule": self.rule, "previous": self.previous, "server": self.server}
+        return {
+            "rule": self.rule,
+            "previous": self.previous,
+            "server": self.server,
+            "variates": self.variates,
+        }
 
 
 @dataclass(frozen=True)
@@ -69,8 +76,14 @@ class Simulation:
     def start(self) -> State:
         """Return the state before the first round."""
         params = self.engine.initial_params()
-        server = self._optimizer.init(params) if self._optimizer else None
-        return State(0, params, self.algorithm.rule.init(params), self.engine.evaluate(params)[0], server=server)
+        return State(
+            number=0,
+            params=params,
+            rule=self.algorithm.rule.init(params),
+            loss=self.engine.evaluate(params)[0],
+            server=self._optimizer.init(params) if self._optimizer else None,
+            variates=initial_state(self._trained(params)) if self.algorithm.variates else None,
+        )
 
     @np.errstate(over="ignore", invalid="ignore")  # of a run that diverges: `aggregate` refuses what is not finite
     def step(self, state: State) -> tuple[State, RoundRecord]:
@@ -78,10 +91,13 @@ class Simulation:
         plan = self.plan(state.number + 1)
         received = self._replies(plan, state)
         enough = len(received.cohort) and (len(received.probes) or not len(plan.probes))
-        result = self._aggregate(state, plan, received) if enough else None
-        after = self._after(state, plan, result)
+        report = self.report(state, plan, received) if enough else None
+        result = self._aggregate(state, report) if report else None
+        after = self._after(state, report, result) if report and result else state
         loss, accuracy = self.engine.evaluate(after.params) if self._evaluates(plan.number) else (None, None)
-        return replace(after, loss=loss), self._record(plan, received, result, state.loss, loss, accuracy)
+        return replace(after, number=plan.number, loss=loss), self._record(
+            plan, received, result, state.loss, loss, accuracy
+        )
 
     def run(self, state: State | None = None) -> Iterator[tuple[State, RoundRecord]]:
         """Yield the state and the record of every round, or of those after ``state``."""
@@ -130,7 +146,7 @@ class Simulation:
             pool=dict(zip(pool.tolist(), updates[len(devices) :], strict=True)),
             differences=differences,
             population=self.data.population,
-            steps=self._steps(devices, plan.epochs[received.cohort]),
+            steps=self._steps(devices, plan.epochs[received.cohort]).tolist(),
         )
 
     def _replies(self, plan: RoundPlan, state: State) -> Replies:
@@ -140,6 +156,7 @@ class Simulation:
             self.data.train.sizes,
             sum(leaf.nbytes for leaf in leaves(state.params).values()),
             own_gradients="own gradients" in self.algorithm.rule.needs,
+            state_bytes=self._state_bytes(state),
             deadline=self.experiment.deadline or None,
         )
 
@@ -147,44 +164,75 @@ class Simulation:
         """Return the updates of the cohort, then those of the pool."""
         devices = np.concatenate([plan.devices[received.cohort], plan.pool[received.pool]])
         epochs = np.concatenate([plan.epochs[received.cohort], plan.pool_epochs[received.pool]])
-        work = Work(self.experiment.seed, plan.number, devices, epochs, self.algorithm.local)
+        variates, terms = self.algorithm.variates, None
+        if variates and state.variates:
+            terms = corrections(variates, state.variates, devices.tolist())
+        work = Work(self.experiment.seed, plan.number, devices, epochs, self.algorithm.local, terms)
         updates = self.engine.train(state.params, work)
         if diverged := [k for k, update in zip(devices.tolist(), updates, strict=True) if not _finite(update)]:
             raise work.local.divergence_error(diverged)
         return updates
 
-    def _aggregate(self, state: State, plan: RoundPlan, received: Replies) -> Aggregation:
+    def _aggregate(self, state: State, report: Report) -> Aggregation:
         return aggregate(
             state.params,
-            self.report(state, plan, received),
+            report,
             rule=self.algorithm.rule,
             buffers=self.engine.buffers,
             smoothness=self.smoothness,
             state=state.rule,
         )
 
-    def _after(self, state: State, plan: RoundPlan, result: Aggregation | None) -> State:
-        if result is None:
-            return replace(state, number=plan.number)
+    def _after(self, state: State, report: Report, result: Aggregation) -> State:
+        """Return the state with the rule's step applied, by way of control variates and server optimiser."""
         previous = state.params if "differences" in self.algorithm.rule.needs else None
-        if self._optimizer is None:
-            return replace(
-                state, number=plan.number, params=result.params, rule=result.state, loss=None, previous=previous
-            )
-        step, server = self._optimizer.update(result.step, state.server, state.params)
-        params = self._moved(state.params, step, result.params)
-        return State(plan.number, params, result.state, None, previous, server)
+        after = replace(state, params=result.params, rule=result.state, previous=previous)
+        if not self._changes_step:
+            return after
+        step = result.step
+        if self.algorithm.variates:
+            own = self._next_variates(state, report)
+            moved = {
+                name: self.algorithm.variates.step(leaf, own["server"][name])
+                for name, leaf in self._trained(step).items()
+            }
+            step, after = rebuild(step, {**leaves(step), **moved}), replace(after, variates=own)
+        if self._optimizer:
+            step, server = self._optimizer.update(step, state.server, state.params)
+            after = replace(after, server=server)
+        base, trained = self._trained(state.params), self._trained(step)
+        moved = {name: base[name] + trained[name] for name in base}
+        return replace(after, params=rebuild(state.params, {**leaves(result.params), **moved}))
+
+    def _next_variates(self, state: State, report: Report) -> VariateState:
+        assert self.algorithm.variates
+        assert state.variates
+        assert isinstance(report.updates, dict)
+        updates = {device: self._trained(update) for device, update in report.updates.items()}
+        return next_state(self.algorithm.variates, state.variates, updates, report.steps or [], self.data.population)
+
+    @property
+    def _changes_step(self) -> bool:
+        return self.algorithm.server is not None or self.algorithm.variates is not None
+
+    def _trained(self, structure: Structure) -> Leaves:
+        """Return the floating-point leaves that gradients move: not the buffers, which are averaged."""
+        return {
+            name: leaf
+            for name, leaf in leaves(structure).items()
+            if name not in self.engine.buffers and kind_of(leaf) == "floating"
+        }
+
+    def _state_bytes(self, state: State) -> int:
+        """Return what devices receive beside the params: the server's control variate, where it is needed."""
+        if state.variates is None or self.algorithm.variates is None or not self.algorithm.variates.sends_state:
+            return 0
+        return sum(leaf.nbytes for leaf in state.variates["server"].values())
 
     @cached_property
     def _optimizer(self) -> ServerOptimizer | None:
         """The server optimiser; buffers are averaged, not optimised."""
         return self.algorithm.server and except_buffers(self.algorithm.server, self.engine.buffers)
-
-    def _moved(self, params: Structure, step: Structure, averaged: Structure) -> Structure:
-        """Return params + step; leaves that no gradient moves are those of ``averaged``."""
-        base, steps, means = leaves(params), leaves(step), leaves(averaged)
-        trained = {name for name in base if name not in self.engine.buffers and kind_of(base[name]) == "floating"}
-        return rebuild(params, {name: base[name] + steps[name] if name in trained else means[name] for name in base})
 
     def _steps(self, devices: IntArray, epochs: IntArray) -> IntArray:
         """Return the number of local SGD steps of each device."""
@@ -207,7 +255,7 @@ class Simulation:
         accuracy: float | None,
     ) -> RoundRecord:
         change = None if loss is None or before is None else loss - before
-        as_is = self.algorithm.server is None  # the bound is about the rule's own step
+        as_is = not self._changes_step  # the bound is about the rule's own step
         return RoundRecord(
             number=plan.number,
             loss=loss,
@@ -249,6 +297,7 @@ def prepare(
     beta = smoothness_of(experiment.smoothness, experiment.learning_rate, lambda: measured_smoothness(engine, data))
     algorithm = _algorithm(experiment, algorithm, beta)
     fleet = make_fleet(profile_named(experiment.fleet), data.population, experiment.seed)
+    _check_variates(algorithm, engine)
     simulation = Simulation(experiment, data, engine, algorithm, fleet, beta)
     plan = simulation.plan(1)
     for devices in (plan.probes, np.union1d(plan.devices, plan.pool)):
@@ -263,6 +312,20 @@ def _engine(experiment: Experiment, data: FederatedData, model: Any) -> Engine:
 
         return TorchEngine(data, model, device=experiment.device, seed=experiment.seed)
     return engine_named(experiment.engine, data, EngineOptions(experiment.model, experiment.device, experiment.seed))
+
+
+def _check_variates(algorithm: Algorithm, engine: Engine) -> None:
+    if algorithm.variates is None:
+        return
+    if not getattr(engine, "supports_corrections", False):
+        raise FedcontextError(
+            f"engine {type(engine).__name__} does not support the corrected gradients of algorithm '{algorithm.name}'; "
+            "use engine 'reference' or 'torch'"
+        )
+    if algorithm.variates.plain_sgd and algorithm.local.momentum:
+        raise FedcontextError(
+            f"algorithm '{algorithm.name}' does not support momentum (got {algorithm.local.momentum}); use 0"
+        )
 
 
 def _algorithm(experiment: Experiment, given: Algorithm | AnyRule | None, smoothness: float) -> Algorithm:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ class SoftmaxRay:
     """Trains on a cluster's workers, one for each of its cores; evaluates here, where the data is at hand."""
 
     buffers = ()  # every parameter has a gradient
+    supports_corrections = True
 
     def __init__(self, data: FederatedData, workers: int | None = None, engine: str | None = None) -> None:
         from fedcontext.engines.base import engine_named
@@ -58,7 +58,7 @@ class SoftmaxRay:
         sent, cost = self.ray.put(params), work.epochs * self.data.train.sizes[work.devices]
 
         def task(worker: Any, rows: IntArray) -> Any:
-            return worker.train.remote(sent, replace(work, devices=work.devices[rows], epochs=work.epochs[rows]))
+            return worker.train.remote(sent, work.rows(rows))
 
         return self._shared_out(task, cost)
 

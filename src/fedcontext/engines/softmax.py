@@ -101,6 +101,7 @@ class SoftmaxReference:
     """One device after another, one mini-batch after another, as the formulas say it."""
 
     buffers = ()  # every parameter has a gradient
+    supports_corrections = True
 
     def __init__(self, data: FederatedData, dtype: npt.DTypeLike = np.float32) -> None:
         self.data, self.dtype = data, np.dtype(dtype)
@@ -114,20 +115,23 @@ class SoftmaxReference:
         return np.zeros((self.data.dimension + 1, self.data.classes), self.dtype)
 
     def train(self, params: Matrix, work: Work) -> list[Matrix]:
-        """Return each device's update: mini-batch SGD on F_k(w) + (μ/2)‖w - wᵗ‖² from ``params``."""
+        """Return each device's update: mini-batch SGD on F_k(w) + <correction, w> + (μ/2)‖w - wᵗ‖² from ``params``."""
         work.local.check_supported("reference")
         check_params(params, self.initial_params())
         check_devices(self.train_split, work.devices)
-        pairs = zip(work.devices.tolist(), work.epochs.tolist(), strict=True)
-        return [self._train_device(params, device, epochs, work) for device, epochs in pairs]
+        return [self._train_device(params, row, work) for row in range(len(work.devices))]
 
-    def _train_device(self, params: Matrix, device: int, epochs: int, work: Work) -> Matrix:
-        (features, labels), local = self.train_split.device(device), work.local
+    def _train_device(self, params: Matrix, row: int, work: Work) -> Matrix:
+        device, epochs, local = int(work.devices[row]), int(work.epochs[row]), work.local
+        features, labels = self.train_split.device(device)
+        correction = None if work.corrections is None else work.corrections[row][""]
         own = params.copy()
         for batch in batches(work.seed, work.number, device, len(labels), epochs, local.batch_size):
             slope = gradient(own, features[batch], labels[batch])
             if local.mu:
                 slope += local.mu * (own - params)
+            if correction is not None:
+                slope += correction
             own -= local.learning_rate * slope
         own -= params
         return own

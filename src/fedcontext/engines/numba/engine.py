@@ -24,7 +24,7 @@ from fedcontext.engines.numba.scheduler import Cohort, Step, descend_all
 from fedcontext.engines.numba.sparse import Sparse, sparse
 from fedcontext.engines.numba.sparse_kernels import sweep_sparsely
 from fedcontext.engines.numba.vectors import LANES
-from fedcontext.engines.softmax import check_params, weighted_sum
+from fedcontext.engines.softmax import SoftmaxReference, check_params, weighted_sum
 from fedcontext.jit import announced
 from fedcontext.plan import IntArray
 from fedcontext.threads import on_all_cores, together
@@ -56,6 +56,7 @@ class SoftmaxNumba:
     """Does what `SoftmaxReference` does, to rounding."""
 
     buffers = ()  # every parameter has a gradient
+    supports_corrections = True
 
     def __init__(self, data: FederatedData, dtype: npt.DTypeLike = np.float32) -> None:
         self.data, self.dtype = data, np.dtype(dtype)
@@ -83,6 +84,8 @@ class SoftmaxNumba:
         """Return each device's update: mini-batch SGD on F_k(w) + (μ/2)‖w - wᵗ‖² from ``params``."""
         work.local.check_supported("numba")
         check_devices(self.train_split, work.devices)
+        if work.corrections is not None:  # steps then leave the span of the samples, on which the kernels rely
+            return SoftmaxReference(self.data, self.dtype).train(params, work)
         params, (side, firsts) = self._checked(params), self._samples(work.devices)
         updates = np.empty((len(work.devices), *params.shape), self.dtype)
         cohort = self._cohort(work, side, firsts)

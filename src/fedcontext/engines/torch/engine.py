@@ -69,6 +69,8 @@ class TorchEngine:
     True
     """
 
+    supports_corrections = True
+
     def __init__(
         self,
         data: FederatedData,
@@ -146,9 +148,9 @@ class TorchEngine:
             updates = [{**update, **unchanged} for update in trained]
         else:
             updates = []
-            for device, epochs in zip(work.devices.tolist(), work.epochs.tolist(), strict=True):
+            for row, device in enumerate(work.devices.tolist()):
                 with _explained(f"device {device}"):
-                    updates.append(train_device(self.task, self.split, params, device, epochs, work))
+                    updates.append(train_device(self.task, self.split, params, row, work))
             finite = [torch.stack([leaf.isfinite().all() for leaf in update.values()]).all() for update in updates]
         diverged = work.devices[~torch.stack(finite).cpu().numpy()]
         if len(diverged):
