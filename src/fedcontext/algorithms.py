@@ -36,6 +36,9 @@ class Algorithm:
     rule: AnyRule
     server: ServerOptimizer | None = None  # None adds the step to the params as it is
     variates: ControlVariates | None = None  # state that devices keep between rounds
+    oracle: bool = (
+        False  # whether the step minimises the loss of all devices over the rule's directions: simulations only
+    )
 
 
 def fedavg(h: Hyperparameters) -> Algorithm:
@@ -125,7 +128,7 @@ def contextual_version(algorithm: Algorithm | str, smoothness: float) -> Algorit
     0.1
     """
     base = _resolved(algorithm, smoothness)
-    return replace(base, name=f"{base.name}-contextual", rule=rules.contextual(smoothness))
+    return replace(base, name=f"{base.name}-contextual", rule=rules.contextual(smoothness), oracle=False)
 
 
 def expected_version(algorithm: Algorithm | str, smoothness: float) -> Algorithm:
@@ -135,7 +138,7 @@ def expected_version(algorithm: Algorithm | str, smoothness: float) -> Algorithm
     'fedavg-expected'
     """
     base = _resolved(algorithm, smoothness)
-    return replace(base, name=f"{base.name}-expected", rule=rules.expected_contextual(smoothness))
+    return replace(base, name=f"{base.name}-expected", rule=rules.expected_contextual(smoothness), oracle=False)
 
 
 def memory_version(algorithm: Algorithm) -> Algorithm:
@@ -144,7 +147,17 @@ def memory_version(algorithm: Algorithm) -> Algorithm:
     >>> memory_version(fedavg(Hyperparameters(learning_rate=0.1, smoothness=10))).name
     'fedavg-memory'
     """
-    return replace(algorithm, name=f"{algorithm.name}-memory", rule=contextual_memory())
+    return replace(algorithm, name=f"{algorithm.name}-memory", rule=contextual_memory(), oracle=False)
+
+
+def oracle_span(h: Hyperparameters) -> Algorithm:
+    """Return an oracle that no federation can run: the lowest loss of all devices in the span of FedAvg's updates."""
+    return replace(fedavg(h), name="oracle-span", oracle=True)
+
+
+def oracle_memory(h: Hyperparameters) -> Algorithm:
+    """Return an oracle that no federation can run: the lowest loss in the four directions of `contextual_memory`."""
+    return replace(memory_version(fedavg(h)), name="oracle-memory", oracle=True)
 
 
 ALGORITHMS: dict[str, Callable[[Hyperparameters], Algorithm]] = {
@@ -166,6 +179,8 @@ ALGORITHMS: dict[str, Callable[[Hyperparameters], Algorithm]] = {
     "fedprox-expected": lambda h: expected_version(fedprox(h), h.smoothness),
     "fedavg-memory": lambda h: memory_version(fedavg(h)),
     "fedprox-memory": lambda h: memory_version(fedprox(h)),
+    "oracle-span": oracle_span,
+    "oracle-memory": oracle_memory,
 }
 
 

@@ -20,6 +20,7 @@ from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.fleet import Fleet, Replies, make_fleet, profile_named, replies
 from fedcontext.geometry import Report, shares
 from fedcontext.local_sgd import sgd
+from fedcontext.oracle import oracle_aggregation
 from fedcontext.plan import IntArray, RoundPlan, plan_round
 from fedcontext.records import RoundRecord
 from fedcontext.rules import AnyRule, Rule, SumRule
@@ -174,13 +175,18 @@ class Simulation:
         return updates
 
     def _aggregate(self, state: State, report: Report) -> Aggregation:
-        return aggregate(
+        result = aggregate(
             state.params,
             report,
             rule=self.algorithm.rule,
             buffers=self.engine.buffers,
             smoothness=self.smoothness,
             state=state.rule,
+        )
+        if not self.algorithm.oracle:
+            return result
+        return oracle_aggregation(
+            result, report, state.params, list(self._trained(state.params)), self.engine, self.data.train.sizes
         )
 
     def _after(self, state: State, report: Report, result: Aggregation) -> State:
@@ -300,7 +306,8 @@ def prepare(
     _check_variates(algorithm, engine)
     simulation = Simulation(experiment, data, engine, algorithm, fleet, beta)
     plan = simulation.plan(1)
-    for devices in (plan.probes, np.union1d(plan.devices, plan.pool)):
+    asked = np.arange(data.population) if algorithm.oracle else plan.probes
+    for devices in (asked, np.union1d(plan.devices, plan.pool)):
         full_participation(data.train, devices)  # refuses a plan that on-demand data cannot serve
     return simulation
 
