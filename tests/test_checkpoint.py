@@ -62,7 +62,7 @@ def test_params_come_back_in_the_library_they_came_from(tmp_path: Path) -> None:
 def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "run"
     checkpoint.save(path, np.ones(2), None, {"number": 1})
-    with pytest.raises(fc.FedcontextError, match="memory must be numbers, text, NumPy arrays"):
+    with pytest.raises(fc.FedcontextError, match="state must consist of numbers, strings, NumPy arrays"):
         checkpoint.save(path, np.zeros(2), object(), {"number": 2})
     assert checkpoint.load(path, np.zeros(2)).facts == {"number": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["run"]
@@ -71,7 +71,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\x00" * 100, b"\x02\x00\x00\x00\x00\x00\x00\x00{}", b"pickle"])
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "run").write_bytes(content)
-    with pytest.raises(fc.FedcontextError, match="not a checkpoint"):
+    with pytest.raises(fc.FedcontextError, match="not a fedcontext checkpoint"):
         checkpoint.load(tmp_path / "run", np.zeros(2))
 
 
@@ -79,7 +79,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "run", {"w": np.zeros(2), "b": np.zeros(1)}, None, {})
     narrow = {"w": np.zeros(2, np.float32), "b": np.zeros(1)}
     for like in ({"w": np.zeros(3), "b": np.zeros(1)}, narrow, {"v": np.zeros(2)}, {"w": np.zeros(2)}):
-        with pytest.raises(fc.FedcontextError, match=r"leaf '[wv]' must be float|another model"):
+        with pytest.raises(fc.FedcontextError, match=r"leaf '[wv]' must be float|different model"):
             checkpoint.load(tmp_path / "run", like)
 
 
@@ -103,7 +103,7 @@ def test_what_a_killed_writer_left_is_overwritten(tmp_path: Path) -> None:
 def test_the_records_are_on_the_disk_before_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[str, bool]] = []
     monkeypatch.setattr(
-        checkpoint, "_to_disk", lambda path: synced.append((path.name, (tmp_path / ".run.part").exists()))
+        checkpoint, "_sync", lambda path: synced.append((path.name, (tmp_path / ".run.part").exists()))
     )
     checkpoint.save(tmp_path / "run", np.ones(2), None, {}, after=tmp_path / "run.jsonl")
     assert synced[:2] == [("run.jsonl", False), (".run.part", True)]

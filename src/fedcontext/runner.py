@@ -8,7 +8,7 @@ import queue
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -44,14 +44,15 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{experiment.name}.toml").write_text(to_toml(asdict(experiment)), encoding="utf-8")
     path, saved = out / f"{experiment.name}.jsonl", out / f"{experiment.name}.safetensors"
-    state = _saved_state(simulation, saved) if resume and saved.exists() else None
-    done = keep(path, state.number) if state else []
-    for record in done:
-        on_round(experiment, record)
-    with _best_kept(path, new=state is None), path.open("a" if state else "w", encoding="utf-8") as file:
-        for record in write(experiment, _played(simulation, state, saved if resume else None), file):
-            done.append(record)
+    with checkpoint.lock(saved) if resume else nullcontext():
+        state = _saved_state(simulation, saved) if resume and saved.exists() else None
+        done = keep(path, state.number) if state else []
+        for record in done:
             on_round(experiment, record)
+        with _best_kept(path, new=state is None), path.open("a" if state else "w", encoding="utf-8") as file:
+            for record in write(experiment, _played(simulation, state, saved if resume else None), file):
+                done.append(record)
+                on_round(experiment, record)
     return done
 
 

@@ -48,7 +48,7 @@ def simulation(algorithm: str, k2: int | str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize(("probes", "k2"), [("cohort", 0), ("all", "N")])
+@pytest.mark.parametrize(("probes", "k2"), [("cohort", 0), ("all", "N"), (5, 5)])
 def test_a_federation_gives_the_simulators_model(algorithm: str, probes: str, k2: int | str) -> None:
     found = federation(algorithm=algorithm, probes=probes, pool="all").arrays
     np.testing.assert_allclose(arrays_of(found)["softmax"], simulation(algorithm, k2), rtol=2e-4, atol=2e-6)
@@ -93,9 +93,8 @@ def test_devices_get_their_own_epochs_and_the_inner_strategys_settings() -> None
     strategy.start(MemoryGrid(app, range(8), SETTINGS), record_of(task.start(SETTINGS)), 1, train_config=config)
     assert {config["proximal-mu"] for config in seen.values()} == {0.5}
     assert len({config["local-epochs"] for config in seen.values()}) > 1
-    assert [t.epochs for t in plan_tasks(0, 1, range(8), 8, probes="cohort", epochs=(1, 9))] == [
-        seen[t.device]["local-epochs"] for t in plan_tasks(0, 1, range(8), 8, probes="cohort", epochs=(1, 9))
-    ]
+    planned = {task.device: task.epochs for task in plan_tasks(0, 1, range(8), 8, {"gradient"}, epochs=(1, 9))}
+    assert {device: config["local-epochs"] for device, config in seen.items()} == planned
     assert "local-epochs" not in config, "the caller's config is not ours to change"
 
 
@@ -135,7 +134,7 @@ def test_the_smoothness_is_one_over_lr_where_no_rule_is_given() -> None:
     strategy.start(grid, start, 1, train_config=ConfigRecord({"lr": 0.25}))
     assert strategy.rule is not None
     assert strategy.rule.smoothness == 4.0
-    with pytest.raises(fc.FedcontextError, match="give a rule, or the learning rate as 'lr'"):
+    with pytest.raises(fc.FedcontextError, match="the default rule needs the learning rate"):
         ContextualStrategy(FedAvg()).start(grid, start, 1)
 
 
