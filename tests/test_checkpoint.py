@@ -90,7 +90,7 @@ def test_memory_with_names_that_look_alike_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_leaf_that_numpy_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(fc.FedcontextError, match=r"leaf 'w' must have a dtype .* got torch.bfloat16"):
+    with pytest.raises(fc.FedcontextError, match=r"leaf 'w' must have a NumPy dtype .* got torch.bfloat16"):
         checkpoint.save(tmp_path / "run", {"w": torch.zeros(2, dtype=torch.bfloat16)}, None, {})
 
 
@@ -102,11 +102,49 @@ def test_what_a_killed_writer_left_is_overwritten(tmp_path: Path) -> None:
 
 def test_the_records_are_on_the_disk_before_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[str, bool]] = []
-    monkeypatch.setattr(
-        checkpoint, "_sync", lambda path: synced.append((path.name, (tmp_path / ".run.part").exists()))
-    )
+    monkeypatch.setattr(checkpoint, "_sync", lambda path: synced.append((path.name, (tmp_path / ".run.part").exists())))
     checkpoint.save(tmp_path / "run", np.ones(2), None, {}, after=tmp_path / "run.jsonl")
     assert synced[:2] == [("run.jsonl", False), (".run.part", True)]
+
+
+HOLD = "import sys, time; from pathlib import Path; from fedcontext import checkpoint\n"
+HOLD += "with checkpoint.lock(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+
+
+def test_a_checkpoint_held_by_another_process_is_refused_until_that_process_ends(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "run"], stdout=subprocess.PIPE)
+    try:
+        holder.stdout.readline()
+        with (
+            pytest.raises(fc.FedcontextError, match=rf"run: process {holder.pid} is already running"),
+            checkpoint.lock(tmp_path / "run"),
+        ):
+            pass
+    finally:
+        holder.kill()
+        holder.communicate()
+    with checkpoint.lock(tmp_path / "run"):
+        assert (tmp_path / "run.lock").read_text() == str(os.getpid())
+    assert (tmp_path / "run.lock").read_text() == ""
+
+
+def test_without_posix_locks_the_process_id_in_the_file_is_the_lock(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    for _ in range(2):
+        with (
+            checkpoint.lock(tmp_path / "run"),
+            pytest.raises(fc.FedcontextError, match=rf"process {os.getpid()} is .* delete .*run.lock"),
+            checkpoint.lock(tmp_path / "run"),
+        ):
+            pass
+
+
+def test_a_simulation_is_not_resumed_while_another_process_runs_it(tmp_path: Path) -> None:
+    with (
+        checkpoint.lock(tmp_path / f"{EXPERIMENT.name}.safetensors"),
+        pytest.raises(fc.FedcontextError, match="is already running on this checkpoint"),
+    ):
+        runner.run(EXPERIMENT, tmp_path, resume=True)
 
 
 EXPERIMENT = fc.Experiment(rounds=6, epochs=(1, 2), eval_every=2)

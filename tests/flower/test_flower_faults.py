@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import fedcontext as fc
 from fedcontext.flower import ContextualStrategy, numpy_client
-from fedcontext.flower.messages import plan_tasks
 from fedcontext.flower.protocol import GRADIENT, UPDATE, arrays_of, record_of, view
 
 BAD = 2  # the device that misbehaves
@@ -290,19 +289,6 @@ def test_a_strategy_that_would_wait_for_ever_is_stopped(tmp_path: Path, monkeypa
         strategy(tmp_path, Greedy()).start(MemoryGrid(APP, range(3)), record_of(START), 1)
 
 
-def test_the_cohort_leaves_room_for_the_probes(tmp_path: Path) -> None:
-    grid = MemoryGrid(APP, range(4))
-    strategy(tmp_path, FedAvg(fraction_train=1.0, fraction_evaluate=0.0), probes=2).start(grid, record_of(START), 1)
-    (record,) = fc.read_run(tmp_path / "run.jsonl")[1]
-    assert (len(record.devices), record.lost) == (2, False)
-    assert sorted(m.metadata.message_type for m in grid.sent[-1]) == ["query.gradient"] * 2 + ["train"] * 2
-
-
-def test_probes_need_devices_outside_the_cohort() -> None:
-    with pytest.raises(fc.FedcontextError, match="4 devices train and 2 others probe, but 4 are connected"):
-        plan_tasks(0, 1, range(4), 4, probes=2)
-
-
 EVALUATIONS = [
     {"loss": float("nan"), "num-examples": 3},
     {"loss": 9.0, "num-examples": 0},
@@ -340,12 +326,18 @@ def mute(grid: MemoryGrid, silent: set[int]) -> None:
     grid.send_and_receive = muted
 
 
-def test_a_device_that_is_missing_shrinks_the_cohort_and_not_the_probes(tmp_path: Path) -> None:
+def test_a_node_that_does_not_say_who_it_is_is_neither_in_the_cohort_nor_a_probe(tmp_path: Path) -> None:
     grid = MemoryGrid(APP, range(4))
     mute(grid, {next(iter(grid.partitions))})
-    inner = FedAvg(fraction_train=0.75, fraction_evaluate=0.0)
-    strategy(tmp_path, inner, probes=1).start(grid, record_of(START), 3)
-    assert [len(record.devices) for record in fc.read_run(tmp_path / "run.jsonl")[1]] == [2, 2, 3]
+    strategy(tmp_path, probes=4).start(grid, record_of(START), 3)
+    assert [len(record.devices) for record in fc.read_run(tmp_path / "run.jsonl")[1]] == [3, 3, 4]
+    training = [messages for messages in grid.sent if messages[0].metadata.message_type == "train"]
+    assert [len(messages) for messages in training] == [3, 3, 4]
+
+
+def test_a_number_of_probes_waits_for_as_many_nodes(tmp_path: Path) -> None:
+    with pytest.raises(fc.FedcontextError, match="at least 5 nodes must be connected, got 4"):
+        strategy(tmp_path, probes=5, node_timeout=0.1).start(MemoryGrid(APP, range(4)), record_of(START), 1)
 
 
 def test_a_round_without_a_device_to_train_is_lost_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -354,7 +346,9 @@ def test_a_round_without_a_device_to_train_is_lost_and_the_run_goes_on(tmp_path:
     found = strategy(tmp_path).start(grid, record_of(START), 3)
     assert [record.lost for record in fc.read_run(tmp_path / "run.jsonl")[1]] == [True, True, False]
     assert arrays_of(found.arrays)["w"].any()
-    with pytest.raises(fc.FedcontextError, match=r"2 consecutive rounds were lost .* at least 1 usable updates are needed, got 0"):
+    with pytest.raises(
+        fc.FedcontextError, match=r"2 consecutive rounds were lost .* at least 1 usable updates are needed, got 0"
+    ):
         strategy(tmp_path, max_lost=2).start(grid, record_of(START), 3)
 
 

@@ -282,7 +282,7 @@ def _checked(inner: Strategy) -> FedAvg:
     raise FedcontextError(
         f"{type(inner).__name__} cannot be wrapped: the rule replaces aggregate_train, so its "
         f"{'clipping and noise' if wraps else 'own aggregation'} would have no effect. Write "
-        "ContextualStrategy(FedAvg(...)) instead; server optimizers cannot be combined with a rule in this release"
+        "ContextualStrategy(FedAvg(...)) instead; a rule cannot be combined with another aggregation in this release"
     )
 
 
