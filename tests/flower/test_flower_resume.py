@@ -47,7 +47,7 @@ def start(at: Path, grid: MemoryGrid | None = None, rule: Rule | None = None, ro
     settings = {"seed": 5, "epochs": (1, 2), **settings}
     files = {"records": at / "run.jsonl", "checkpoint": at / "run.safetensors"}
     strategy = ContextualStrategy(FedAvg(fraction_train=0.5), rule or fc.contextual(20), **settings, **files)
-    return strategy.start(grid or MemoryGrid(APP, range(8), CONFIG), record_of(task.start(CONFIG)), rounds)
+    return strategy.start(grid or MemoryGrid(APP, range(8), CONFIG), record_of(task.initial_params(CONFIG)), rounds)
 
 
 def files(at: Path) -> tuple[bytes, list[dict]]:

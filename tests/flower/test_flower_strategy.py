@@ -40,7 +40,7 @@ def federation(shuffle: int = 0, algorithm: str = "fedavg-contextual", rounds: i
     grid = MemoryGrid(APP, range(30), config, shuffle=shuffle)
     inner = FedAvg(fraction_train=1 / 3, fraction_evaluate=0.0)
     strategy = ContextualStrategy(inner, task.algorithm(config).rule, seed=3, epochs=(1, 3), **settings)
-    return strategy.start(grid, record_of(task.start(config)), num_rounds=rounds)
+    return strategy.start(grid, record_of(task.initial_params(config)), num_rounds=rounds)
 
 
 def simulation(algorithm: str, k2: int | str) -> np.ndarray:
@@ -66,7 +66,7 @@ def test_a_round_is_one_exchange_with_one_message_a_device() -> None:
     grid = MemoryGrid(APP, range(12), SETTINGS)
     inner = FedAvg(fraction_train=0.34, fraction_evaluate=0.0)
     strategy = ContextualStrategy(inner, fc.contextual(20), probes="all", epochs=(1, 1))
-    strategy.start(grid, record_of(task.start(SETTINGS)), num_rounds=2)
+    strategy.start(grid, record_of(task.initial_params(SETTINGS)), num_rounds=2)
     whoami, *rounds = grid.sent
     assert {message.metadata.message_type for message in whoami} == {"query.whoami"}
     assert len(rounds) == 2
@@ -90,7 +90,7 @@ def test_a_number_of_probes_is_drawn_as_in_the_simulator() -> None:
 def test_a_device_in_the_cohort_and_a_probe_gets_one_message_that_requests_both() -> None:
     grid = MemoryGrid(APP, range(6), SETTINGS)
     strategy = ContextualStrategy(FedAvg(fraction_train=0.5, fraction_evaluate=0.0), fc.contextual(20), probes=5)
-    messages = strategy.configure_train(1, record_of(task.start(SETTINGS)), ConfigRecord(), grid)
+    messages = strategy.configure_train(1, record_of(task.initial_params(SETTINGS)), ConfigRecord(), grid)
     requests = Counter((m.metadata.message_type, m.content["config"]["fedcontext.request"]) for m in messages)
     plan = plan_round(0, 1, 6, devices_per_round=3, probes=5)
     shared = len(set(plan.devices.tolist()) & set(plan.probes.tolist()))
@@ -109,7 +109,9 @@ def test_devices_get_their_own_epochs_and_the_inner_strategys_settings() -> None
     app = numpy_client(train, task.gradient)
     strategy = ContextualStrategy(FedProx(proximal_mu=0.5), fc.contextual(20), epochs=(1, 9))
     config = ConfigRecord({"lr": 0.1})
-    strategy.start(MemoryGrid(app, range(8), SETTINGS), record_of(task.start(SETTINGS)), 1, train_config=config)
+    strategy.start(
+        MemoryGrid(app, range(8), SETTINGS), record_of(task.initial_params(SETTINGS)), 1, train_config=config
+    )
     assert {config["proximal-mu"] for config in seen.values()} == {0.5}
     assert len({config["local-epochs"] for config in seen.values()}) > 1
     planned = {task.device: task.epochs for task in plan_tasks(0, 1, range(8), 8, {"gradient"}, epochs=(1, 9))}
@@ -121,7 +123,7 @@ def test_devices_get_their_own_epochs_and_the_inner_strategys_settings() -> None
 def test_the_example_app_learns_mnist() -> None:
     config = {**SETTINGS, "dataset": "mnist", "learning-rate": 0.3}
     strategy = ContextualStrategy(FedAvg(), task.algorithm(config).rule, probes="all", epochs=(1, 3))
-    result = strategy.start(MemoryGrid(APP, range(10), config), record_of(task.start(config)), 3)
+    result = strategy.start(MemoryGrid(APP, range(10), config), record_of(task.initial_params(config)), 3)
     judged = result.evaluate_metrics_clientapp
     assert judged[3]["accuracy"] > 0.6
     assert judged[3]["loss"] < judged[2]["loss"] < judged[1]["loss"]
@@ -145,7 +147,7 @@ def test_a_strategy_that_keeps_fedavgs_aggregation_gives_the_rules_model(inner: 
     for kind in (FedAvg, inner):
         strategy = ContextualStrategy(kind(fraction_evaluate=0.0), fc.contextual(20), epochs=(1, 1))
         grid = MemoryGrid(APP, range(4), SETTINGS)
-        models.append(arrays_of(strategy.start(grid, record_of(task.start(SETTINGS)), 2).arrays)["softmax"])
+        models.append(arrays_of(strategy.start(grid, record_of(task.initial_params(SETTINGS)), 2).arrays)["softmax"])
     assert models[0].tobytes() == models[1].tobytes()
 
 
@@ -164,14 +166,14 @@ def test_a_strategy_whose_noise_would_be_lost_is_refused() -> None:
 
 
 def test_another_driver_can_run_the_rounds() -> None:
-    grid, arrays = MemoryGrid(APP, range(6), SETTINGS), record_of(task.start(SETTINGS))
+    grid, arrays = MemoryGrid(APP, range(6), SETTINGS), record_of(task.initial_params(SETTINGS))
     strategy = ContextualStrategy(FedAvg(fraction_evaluate=0.0), fc.contextual(20), epochs=(1, 1))
     for number in (1, 2):
         messages = strategy.configure_train(number, arrays, ConfigRecord(), grid)
         arrays, metrics = strategy.aggregate_train(number, grid.send_and_receive(messages))
         assert len(metrics["fedcontext.weights"]) == 6
     start = ContextualStrategy(FedAvg(fraction_evaluate=0.0), fc.contextual(20), epochs=(1, 1)).start
-    expected = start(MemoryGrid(APP, range(6), SETTINGS), record_of(task.start(SETTINGS)), 2).arrays
+    expected = start(MemoryGrid(APP, range(6), SETTINGS), record_of(task.initial_params(SETTINGS)), 2).arrays
     assert arrays_of(arrays)["softmax"].tobytes() == arrays_of(expected)["softmax"].tobytes()
 
 
@@ -180,14 +182,14 @@ def test_aggregation_without_configuration_is_refused() -> None:
     with pytest.raises(fc.FedcontextError, match=r"call configure_train\(1, \.\.\.\) first"):
         strategy.aggregate_train(1, [])
     grid = MemoryGrid(APP, range(3), SETTINGS)
-    messages = strategy.configure_train(1, record_of(task.start(SETTINGS)), ConfigRecord(), grid)
+    messages = strategy.configure_train(1, record_of(task.initial_params(SETTINGS)), ConfigRecord(), grid)
     with pytest.raises(fc.FedcontextError, match="round 2 without configure_train"):
         strategy.aggregate_train(2, grid.send_and_receive(messages))
 
 
 def test_a_strategy_that_trains_nobody_only_evaluates(tmp_path: Path) -> None:
     strategy = ContextualStrategy(FedAvg(fraction_train=0.0), fc.contextual(20), checkpoint=tmp_path / "run")
-    result = strategy.start(MemoryGrid(APP, range(3), SETTINGS), record_of(task.start(SETTINGS)), 4)
+    result = strategy.start(MemoryGrid(APP, range(3), SETTINGS), record_of(task.initial_params(SETTINGS)), 4)
     assert list(result.evaluate_metrics_clientapp) == [1, 2, 3, 4]
     assert not result.train_metrics_clientapp
 
@@ -199,7 +201,7 @@ def test_the_log_has_flowers_lines(caplog: pytest.LogCaptureFixture) -> None:
 
     caplog.set_level("INFO", "flwr")
     strategy = ContextualStrategy(FedAvg(fraction_train=0.5), fc.contextual(20), epochs=(1, 1), probes="all")
-    strategy.start(MemoryGrid(APP, range(4), SETTINGS, fail), record_of(task.start(SETTINGS)), 2)
+    strategy.start(MemoryGrid(APP, range(4), SETTINGS, fail), record_of(task.initial_params(SETTINGS)), 2)
     lines = caplog.messages
     assert lines.count("configure_train: Sampled 2 nodes (out of 4)") == 2
     assert lines.count("configure_train: 4 nodes report gradients") == 2
@@ -214,7 +216,7 @@ def test_the_log_has_flowers_lines(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_the_smoothness_is_one_over_lr_where_no_rule_is_given() -> None:
     strategy = ContextualStrategy(FedAvg(fraction_evaluate=0.0), epochs=(1, 1))
-    grid, start = MemoryGrid(APP, range(4), SETTINGS), record_of(task.start(SETTINGS))
+    grid, start = MemoryGrid(APP, range(4), SETTINGS), record_of(task.initial_params(SETTINGS))
     strategy.start(grid, start, 1, train_config=ConfigRecord({"lr": 0.25}))
     assert strategy.rule is not None
     assert strategy.rule.smoothness == 4.0
@@ -229,7 +231,7 @@ def test_records_and_metrics_tell_the_round(tmp_path: Path) -> None:
     def judge(number: int, arrays: ArrayRecord) -> MetricRecord:
         return MetricRecord({"loss": 2.0 - number / 10, "accuracy": number / 10})
 
-    result = strategy.start(grid, record_of(task.start(SETTINGS)), 2, evaluate_fn=judge)
+    result = strategy.start(grid, record_of(task.initial_params(SETTINGS)), 2, evaluate_fn=judge)
     head, records = fc.read_run(tmp_path / "run.jsonl")
     assert head["settings"]["algorithm"] == "FedAvg, contextual"
     for number, record in enumerate(records, 1):
@@ -262,7 +264,7 @@ def test_a_stock_client_that_answers_with_weights_gives_the_same_model() -> None
     models = []
     for app in (APP, untouched):
         strategy = ContextualStrategy(FedAvg(fraction_evaluate=0.0), fc.by_samples(), epochs=(1, 2))
-        result = strategy.start(MemoryGrid(app, range(6), SETTINGS), record_of(task.start(SETTINGS)), 2)
+        result = strategy.start(MemoryGrid(app, range(6), SETTINGS), record_of(task.initial_params(SETTINGS)), 2)
         models.append(arrays_of(result.arrays)["softmax"])
     np.testing.assert_allclose(models[0], models[1], rtol=1e-6, atol=1e-8)
 
@@ -270,5 +272,5 @@ def test_a_stock_client_that_answers_with_weights_gives_the_same_model() -> None
 def test_devices_that_cannot_say_who_they_are_go_by_their_node() -> None:
     grid = MemoryGrid(APP.app, range(4), SETTINGS)  # a stock app: it knows neither whoami nor gradients
     strategy = ContextualStrategy(FedAvg(fraction_evaluate=0.0), fc.mean(), epochs=(1, 1))
-    result = strategy.start(grid, record_of(task.start(SETTINGS)), 1)
+    result = strategy.start(grid, record_of(task.initial_params(SETTINGS)), 1)
     assert sorted(result.train_metrics_clientapp[1]["fedcontext.devices"]) == sorted(grid.partitions)

@@ -37,16 +37,12 @@ class Outcome:
 
     rule: Rule
     aggregation: Aggregation | None  # None: the round is lost and the model unchanged
+    devices: list[int]  # whose updates were applied, in the order of the weights
     replies: Sequence[Reply]  # that were used, in the order of the tasks
     excluded: dict[int, str]  # device: reason
     reason: str = ""  # why the round is lost
     bytes_down: int = 0  # of arrays sent
     bytes_up: int = 0  # of arrays received
-
-    @property
-    def devices(self) -> list[int]:
-        """The devices whose updates were applied, in the order of the weights."""
-        return [reply.task.device for reply in self.replies if reply.task.group == "cohort"] if self.aggregation else []
 
 
 def aggregate_usable(
@@ -58,12 +54,14 @@ def aggregate_usable(
     """
     buffers = choose("buffers", settings.buffers, params) | _leaves_without_gradient(params, replies)
     try:
-        return Outcome(rule, _aggregate(params, replies, rule, state, settings, buffers), replies, excluded)
+        aggregation = _aggregate(params, replies, rule, state, settings, buffers)
+        devices = [reply.task.device for reply in replies if reply.task.group == "cohort"]
+        return Outcome(rule, aggregation, devices, replies, excluded)
     except (FedcontextError, np.linalg.LinAlgError) as error:
         defects = {reply.task.device: _defect(params, reply, buffers, settings.layers) for reply in replies}
         unusable = {device: defect for device, defect in defects.items() if defect}
         if not unusable:
-            return Outcome(rule, None, replies, excluded, str(error))
+            return Outcome(rule, None, [], replies, excluded, str(error))
     usable = [reply for reply in replies if reply.task.device not in unusable]
     return aggregate_usable(params, usable, {**excluded, **unusable}, rule, state, settings)
 

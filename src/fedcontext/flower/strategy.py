@@ -122,18 +122,19 @@ class ContextualStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return the new model, or None if the round is lost, and the round's metrics."""
-        current, self._round, self._outcome = self._round, None, None
+        current = self._round
         if current is None or current.number != server_round:
             raise FedcontextError(
                 f"aggregate_train was called for round {server_round} without configure_train: call "
                 f"configure_train({server_round}, ...) first, send its messages, and pass their replies"
             )
+        self._round = self._outcome = None
         if not current.trains:
             return None, None
         outcome = self._aggregate(current, list(replies))
         for device, reason in sorted(outcome.excluded.items()):
             log.warning("\t> Excluded device %d: %s", device, reason)
-        self._outcome, aggregation = outcome, outcome.aggregation
+        self._outcome, aggregation = replace(outcome, replies=()), outcome.aggregation  # frees the updates
         if aggregation is None:
             log.warning("\t> Round %d is lost, the model is unchanged: %s", server_round, outcome.reason)
         else:
@@ -226,7 +227,8 @@ class ContextualStrategy(Strategy):
             log.info("Global evaluation")
             evaluation |= _note(result.evaluate_metrics_serverapp, number, evaluate_fn(number, result.arrays))
         after = RunState(number, arrays_of(result.arrays), self._rule_state, evaluation.get("loss"), state.lost)
-        if (outcome := self._outcome) is None:  # nobody was asked to train
+        outcome, self._outcome = self._outcome, None
+        if outcome is None:  # nobody was asked to train
             self._log.write(after, None)
             return after
         after = replace(after, lost=0 if outcome.aggregation else state.lost + 1)
