@@ -392,6 +392,6 @@ def test_no_bytes_do_more_than_be_refused(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"probes": 0}, {"probes": "some"}, {"min_replies": 0}, {"max_lost": 0}])
-def test_settings_are_checked_at_the_door(settings: dict) -> None:
+def test_invalid_settings_are_refused(settings: dict) -> None:
     with pytest.raises(fc.FedcontextError, match="must be"):
         ContextualStrategy(FedAvg(), **settings)
