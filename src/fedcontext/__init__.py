@@ -2,7 +2,7 @@
 
 from fedcontext.aggregation import Aggregation, aggregate
 from fedcontext.algorithms import ALGORITHMS, Algorithm, Hyperparameters, contextual_version, expected_version
-from fedcontext.arrays.memmap import mapped
+from fedcontext.arrays.memmap import open_memmap
 from fedcontext.datasets import FederatedData, federate, load_dataset
 from fedcontext.errors import FedcontextError, MissingExtra
 from fedcontext.experiment import Experiment
@@ -47,8 +47,8 @@ __all__ = [
     "load_dataset",
     "load_runs",
     "make_fleet",
-    "mapped",
     "mean",
+    "open_memmap",
     "plan_round",
     "prepare",
     "read_run",

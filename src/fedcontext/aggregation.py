@@ -58,8 +58,8 @@ def aggregate(
     """Return the params after one aggregation: w + Σ αₖ Δₖ (eq. 4), with the weights that ``rule`` gives.
 
     Everything is checked first, and nothing that was handed in is changed (but ``out``, at the end). The updates are
-    read twice, block by block: once for the inner products (and again where float32 does not do for these), once for
-    the sum. They may be memory-mapped files (`fedcontext.mapped`), so that together they can be larger than memory.
+    read twice, block by block: once for the inner products, once for the sum. They may be memory-mapped files
+    (`fedcontext.open_memmap`), so that together they can be larger than memory.
 
     Args:
         params: the global model: an array, or a list, tuple or mapping of arrays (a ``state_dict`` as it is).

@@ -8,13 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from fedcontext.arrays.tree import SCRATCH, FloatArray, Leaves, framework, size_of
+from fedcontext.arrays.tree import SCRATCH, FloatArray, Leaves, framework
 from fedcontext.errors import FedcontextError
-
-# When products of float32 entries may be formed in float32 (see `float32_suffices`).
-QUICK_CONDITION = 1e3  # of the normalised updates, at most; cohorts of 10 to 30 devices on MNIST have 4 to 73
-FAINTEST = 1e-3  # what is left of the slopes in their mean, at least
-SHORTEST = 1e-14  # root mean square of entries, at least: what float32 loses below 1e-38 is then 1e-10 of the sum
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,6 @@ def measure(
 ) -> Geometry:
     """Return the geometry of what the devices sent, in one pass over the blocks of the chosen ``layers``.
 
-    Where products of float32 entries were formed in float32 and that will not do, a second pass forms them in float64.
     Where there are no probes the cohort's own gradients stand in for them (K2 = 0). What only some rules look at is
     measured if they say that they need it. Structures and shapes must agree: `fedcontext.aggregate` checks that.
 
@@ -90,11 +84,9 @@ def measure(
     updates, probes = [*report.updates, *report.pool], report.gradients or report.own_gradients
     count, names = len(updates), list(updates[0] if layers is None else layers)
     weights = shares(report.probe_weights, len(probes)) if probes else np.zeros(0)
-    both, exact = _products(updates, probes, names, scratch, quick=True)
-    if not exact and not float32_suffices(both, sum(size_of(updates[0][name]) for name in names), weights):
-        both, _ = _products(updates, probes, names, scratch)
+    both = _products(updates, probes, names, scratch)
     owns, vectors = report.own_gradients, "vectors" in needs
-    between = _products(owns, probes, names, scratch)[0][:, len(owns) :] if "own gradients" in needs else None
+    between = _products(owns, probes, names, scratch)[:, len(owns) :] if "own gradients" in needs else None
     return Geometry(
         gram=both[:, :count],
         samples=report.samples,
@@ -106,46 +98,14 @@ def measure(
     )
 
 
-def _products(
-    rows: Sequence[Leaves], columns: Sequence[Leaves], names: Sequence[str], scratch: int, quick: bool = False
-) -> tuple[FloatArray, bool]:
-    """Return (K, K + P), the inner products over all leaves, and whether every one is exact to float64."""
-    total, exact = np.zeros((len(rows), len(rows) + len(columns))), True
-    with np.errstate(over="ignore", invalid="ignore"):  # whoever uses the products looks whether they are finite
+def _products(rows: Sequence[Leaves], columns: Sequence[Leaves], names: Sequence[str], scratch: int) -> FloatArray:
+    """Return (K, K + P), the inner products of the rows with themselves, then with the columns, over all leaves."""
+    total = np.zeros((len(rows), len(rows) + len(columns)))
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller checks that the products are finite
         for name in names:
-            ways = framework(rows[0][name])
-            found = ways.products([row[name] for row in rows], [column[name] for column in columns], scratch, quick)
-            total, exact = total + found[0], exact and found[1]
-    return total, exact
-
-
-def float32_suffices(products: FloatArray, size: int, probe_shares: FloatArray) -> bool:
-    """Return whether products over ``size`` entries, multiplied in float32, serve a rule as well as exact ones.
-
-    Their errors are some 1e-8 of the vectors' lengths, or 2e-6 if all entries are equal: more than the slope itself,
-    where a gradient stands that upright on an update. Those of the weights (or of distances between updates) are as many
-    times larger as the normalised updates' condition says: it must be small. So must be what probes cancel of each
-    other in their mean. Nothing may have overflowed, and neither an update, nor a gradient as far as it lies along the
-    updates, may be so short that squares of its entries are too small for float32.
-
-    >>> one = np.ones(1)
-    >>> float32_suffices(np.array([[1.0, 0.1, 0.3], [0.1, 1.0, 0.2]]), size=3, probe_shares=one)
-    True
-    >>> float32_suffices(np.array([[1.0, 0.9999, 1], [0.9999, 1.0, 1]]), 3, one), float32_suffices(np.array([[1e-30, 1]]), 3, one)
-    (False, False)
-    """
-    count = len(products)
-    lengths, shortest = np.sqrt(np.diag(products)), SHORTEST * size**0.5
-    if not np.isfinite(products).all() or lengths.min() < shortest:
-        return False
-    normal = products / lengths[:, None]
-    slopes, gram = normal[:, count:], normal[:, :count] / lengths
-    along, mean = np.abs(slopes).max(axis=0), np.abs(slopes @ probe_shares).max()
-    lasting = bool((along >= shortest).all() and mean >= FAINTEST * along.max(initial=0))
-    if not lasting or is_well_conditioned(gram, QUICK_CONDITION):
-        return lasting
-    values = np.linalg.eigvalsh(gram)
-    return bool(values[-1] <= QUICK_CONDITION * values[0])
+            library = framework(rows[0][name])
+            total += library.products([row[name] for row in rows], [column[name] for column in columns], scratch)
+    return total
 
 
 def is_well_conditioned(matrix: FloatArray, limit: float) -> bool:

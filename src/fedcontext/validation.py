@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fedcontext.arrays.memory import check_apart
+from fedcontext.arrays.overlap import check_no_overlap
 from fedcontext.arrays.tree import (
     Array,
     FloatArray,
@@ -101,7 +101,7 @@ def take_targets(base: Leaves, updates: Structures, out: Structure) -> Leaves:
                 f"out: {leaf_name(name)} cannot be written in place: give a contiguous, writable array"
             )
     moves = {owner: leaves(move) for owner, move in _each("device", updates).items()}
-    check_apart(targets, {"params": base, **moves})
+    check_no_overlap(targets, {"params": base, **moves})
     return targets
 
 
