@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray, types
+from numba import types
 from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 
 from fedcontext.arrays.tree import FloatArray
 from fedcontext.jit import announced, compiled, inner
@@ -86,14 +87,14 @@ def _compile(dtype: np.dtype[Any]) -> None:
         _write_sum(_addresses([vector]), np.zeros(TILE), 0, 1, vector)
 
 
-@intrinsic
-def _pointer(context: Any, address: Any) -> Any:
-    """Return an integer address as a pointer, for `carray`."""
-
+def _integer_to_pointer(context: Any, address: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
     return types.voidptr(address), generate
+
+
+_pointer: Any = intrinsic(_integer_to_pointer)  # from an address to what `carray` takes
 
 
 @compiled

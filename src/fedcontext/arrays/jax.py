@@ -7,32 +7,30 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from fedcontext.arrays.numpy import NumPy
-from fedcontext.arrays.tree import Array, FloatArray
+from fedcontext.arrays.numpy import NUMPY
+from fedcontext.arrays.tree import Array, FloatArray, Framework
 
 
-class JAX(NumPy):
-    """`Framework` for JAX arrays."""
-
+class _JAX:
     name = "JAX"
 
     def place(self, array: Array) -> object:
         return array.sharding
 
     def products(self, rows: Sequence[Array], columns: Sequence[Array], scratch: int) -> FloatArray:
-        return super().products(_to_host(rows), _to_host(columns), scratch)
+        return NUMPY.products(_to_host(rows), _to_host(columns), scratch)
 
     def combine(
         self, base: Array, rows: Sequence[Array], weights: FloatArray, scratch: int, out: Array | None = None
     ) -> Array:
         assert out is None, "JAX arrays are immutable"
-        return jax.device_put(super().combine(np.asarray(base), _to_host(rows), weights, scratch), base.sharding)
+        return jax.device_put(NUMPY.combine(np.asarray(base), _to_host(rows), weights, scratch), base.sharding)
 
     def vectors(self, arrays: Sequence[Array]) -> FloatArray:
-        return super().vectors(_to_host(arrays))
+        return NUMPY.vectors(_to_host(arrays))
 
     def largest(self, array: Array, scratch: int) -> float:
-        return super().largest(np.asarray(array), scratch)
+        return NUMPY.largest(np.asarray(array), scratch)
 
     def writable(self, array: Array) -> bool:
         return False
@@ -40,3 +38,6 @@ class JAX(NumPy):
 
 def _to_host(arrays: Sequence[Array]) -> list[Array]:
     return [np.asarray(array) for array in arrays]
+
+
+JAX: Framework = _JAX()

@@ -8,14 +8,12 @@ from types import ModuleType
 
 import numpy as np
 
-from fedcontext.arrays.tree import Array, FloatArray, blocks, check_integers, kind_of
+from fedcontext.arrays.tree import Array, FloatArray, Framework, blocks, check_integers, kind_of
 
 COMPILED_FROM = 2**20  # entries of all arrays together from which the compiled sums pay for being loaded
 
 
-class NumPy:
-    """`Framework` for NumPy arrays."""
-
+class _NumPy:
     name = "NumPy"
 
     def place(self, array: Array) -> object:
@@ -83,3 +81,6 @@ def _load(arrays: Sequence[Array], start: int, stop: int) -> FloatArray:
 def _entries(array: Array, start: int, stop: int) -> Array:
     """Return some entries in C order; where memory has another order, only these are copied."""
     return array.reshape(-1)[start:stop] if array.flags.c_contiguous else array.flat[start:stop]
+
+
+NUMPY: Framework = _NumPy()

@@ -7,16 +7,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from fedcontext.arrays.numpy import NumPy
-from fedcontext.arrays.tree import Array, FloatArray, blocks, check_integers, kind_of
+from fedcontext.arrays.numpy import NUMPY
+from fedcontext.arrays.tree import Array, FloatArray, Framework, blocks, check_integers, kind_of
 
 GPU_SCRATCH = 16  # times the scratch memory on a GPU, where each block costs kernel launches
-_NUMPY = NumPy()
 
 
-class Torch:
-    """`Framework` for PyTorch tensors."""
-
+class _Torch:
     name = "PyTorch"
 
     def place(self, array: Array) -> object:
@@ -25,7 +22,7 @@ class Torch:
     def products(self, rows: Sequence[Array], columns: Sequence[Array], scratch: int) -> FloatArray:
         count, tensors = len(rows), [*rows, *columns]
         if views := _numpy_views(tensors):
-            return _NUMPY.products(views[:count], views[count:], scratch)
+            return NUMPY.products(views[:count], views[count:], scratch)
         total = torch.zeros(count, len(tensors), dtype=torch.float64, device=rows[0].device)
         for _, _, block in _float64_blocks(tensors, scratch):
             total += block[:count] @ block.T
@@ -36,7 +33,7 @@ class Torch:
     ) -> Array:
         result = torch.empty(base.shape, dtype=base.dtype, device=base.device) if out is None else out
         if views := _numpy_views([base, result, *rows]):
-            _NUMPY.combine(views[0], views[2:], weights, scratch, views[1])
+            NUMPY.combine(views[0], views[2:], weights, scratch, views[1])
             return result
         flat, factors = result.detach().view(-1), torch.from_numpy(weights).to(base.device)
         for start, stop, block in _float64_blocks([base, *rows], scratch):
@@ -49,7 +46,7 @@ class Torch:
 
     def largest(self, array: Array, scratch: int) -> float:
         if views := _numpy_views([array]):
-            return _NUMPY.largest(views[0], scratch)
+            return NUMPY.largest(views[0], scratch)
         return float(torch.linalg.vector_norm(array.detach(), float("inf"))) if array.numel() else 0.0
 
     def writable(self, array: Array) -> bool:
@@ -73,3 +70,6 @@ def _numpy_views(tensors: Sequence[Array]) -> list[Array] | None:
     if any(t.device.type != "cpu" or t.dtype == torch.bfloat16 or not t.is_contiguous() for t in tensors):
         return None
     return [tensor.detach().numpy() for tensor in tensors]
+
+
+TORCH: Framework = _Torch()

@@ -135,17 +135,17 @@ def _framework_of_module(module: str) -> Framework | None:
     """Return the framework whose arrays are defined in ``module``; each is imported when its arrays are first seen."""
     library = module.partition(".")[0]
     if library == "numpy":
-        from fedcontext.arrays.numpy import NumPy
+        from fedcontext.arrays.numpy import NUMPY
 
-        return NumPy()
+        return NUMPY
     if library == "torch":
-        from fedcontext.arrays.torch import Torch
+        from fedcontext.arrays.torch import TORCH
 
-        return Torch()
+        return TORCH
     if library in ("jax", "jaxlib"):
         from fedcontext.arrays.jax import JAX
 
-        return JAX()
+        return JAX
     return None
 
 
