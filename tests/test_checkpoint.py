@@ -62,7 +62,7 @@ def test_params_come_back_in_the_library_they_came_from(tmp_path: Path) -> None:
 def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "run"
     checkpoint.save(path, np.ones(2), None, {"number": 1})
-    with pytest.raises(fc.FedcontextError, match="memory must be numbers, text, NumPy arrays"):
+    with pytest.raises(fc.FedcontextError, match="state must consist of numbers, strings, NumPy arrays"):
         checkpoint.save(path, np.zeros(2), object(), {"number": 2})
     assert checkpoint.load(path, np.zeros(2)).facts == {"number": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["run"]
@@ -71,7 +71,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\x00" * 100, b"\x02\x00\x00\x00\x00\x00\x00\x00{}", b"pickle"])
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "run").write_bytes(content)
-    with pytest.raises(fc.FedcontextError, match="not a checkpoint"):
+    with pytest.raises(fc.FedcontextError, match="not a fedcontext checkpoint"):
         checkpoint.load(tmp_path / "run", np.zeros(2))
 
 
@@ -79,7 +79,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "run", {"w": np.zeros(2), "b": np.zeros(1)}, None, {})
     narrow = {"w": np.zeros(2, np.float32), "b": np.zeros(1)}
     for like in ({"w": np.zeros(3), "b": np.zeros(1)}, narrow, {"v": np.zeros(2)}, {"w": np.zeros(2)}):
-        with pytest.raises(fc.FedcontextError, match=r"leaf '[wv]' must be float|another model"):
+        with pytest.raises(fc.FedcontextError, match=r"leaf '[wv]' must be float|different model"):
             checkpoint.load(tmp_path / "run", like)
 
 
@@ -90,7 +90,7 @@ def test_memory_with_names_that_look_alike_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_leaf_that_numpy_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(fc.FedcontextError, match=r"leaf 'w' must have a dtype .* got torch.bfloat16"):
+    with pytest.raises(fc.FedcontextError, match=r"leaf 'w' must have a NumPy dtype .* got torch.bfloat16"):
         checkpoint.save(tmp_path / "run", {"w": torch.zeros(2, dtype=torch.bfloat16)}, None, {})
 
 
@@ -102,11 +102,49 @@ def test_what_a_killed_writer_left_is_overwritten(tmp_path: Path) -> None:
 
 def test_the_records_are_on_the_disk_before_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[str, bool]] = []
-    monkeypatch.setattr(
-        checkpoint, "_to_disk", lambda path: synced.append((path.name, (tmp_path / ".run.part").exists()))
-    )
+    monkeypatch.setattr(checkpoint, "_sync", lambda path: synced.append((path.name, (tmp_path / ".run.part").exists())))
     checkpoint.save(tmp_path / "run", np.ones(2), None, {}, after=tmp_path / "run.jsonl")
     assert synced[:2] == [("run.jsonl", False), (".run.part", True)]
+
+
+HOLD = "import sys, time; from pathlib import Path; from fedcontext import checkpoint\n"
+HOLD += "with checkpoint.lock(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+
+
+def test_a_checkpoint_held_by_another_process_is_refused_until_that_process_ends(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "run"], stdout=subprocess.PIPE)
+    try:
+        holder.stdout.readline()
+        with (
+            pytest.raises(fc.FedcontextError, match=rf"run: process {holder.pid} is already running"),
+            checkpoint.lock(tmp_path / "run"),
+        ):
+            pass
+    finally:
+        holder.kill()
+        holder.communicate()
+    with checkpoint.lock(tmp_path / "run"):
+        assert (tmp_path / "run.lock").read_text() == str(os.getpid())
+    assert (tmp_path / "run.lock").read_text() == ""
+
+
+def test_without_posix_locks_the_process_id_in_the_file_is_the_lock(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    for _ in range(2):
+        with (
+            checkpoint.lock(tmp_path / "run"),
+            pytest.raises(fc.FedcontextError, match=rf"process {os.getpid()} is .* delete .*run.lock"),
+            checkpoint.lock(tmp_path / "run"),
+        ):
+            pass
+
+
+def test_a_simulation_is_not_resumed_while_another_process_runs_it(tmp_path: Path) -> None:
+    with (
+        checkpoint.lock(tmp_path / f"{EXPERIMENT.name}.safetensors"),
+        pytest.raises(fc.FedcontextError, match="is already running on this checkpoint"),
+    ):
+        runner.run(EXPERIMENT, tmp_path, resume=True)
 
 
 EXPERIMENT = fc.Experiment(rounds=6, epochs=(1, 2), eval_every=2)

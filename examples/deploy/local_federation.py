@@ -2,8 +2,8 @@
 
     python examples/deploy/local_federation.py --nodes 3 --rounds 3
 
-Everything lives in one directory (a temporary one unless --at names it) and every process is ended at the end. The
-same commands, one machine each, make a real deployment: docs/deployment.md goes through them.
+All files are in one directory (temporary unless --at is given), and all processes are stopped at the end. A real
+deployment uses the same commands on several machines: see docs/deployment.md.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ BIN = Path(sys.executable).parent
 
 
 class Federation:
-    """A SuperLink with TLS and node authentication, and its SuperNodes, all on the loopback interface."""
+    """A SuperLink with TLS and node authentication and its SuperNodes, all on 127.0.0.1."""
 
     def __init__(self, at: Path) -> None:
         self.at = at.resolve()
         self.port = free_port()
         self.superlink: subprocess.Popen | None = None
         self.supernodes: dict[int, subprocess.Popen] = {}
-        self._everyone: list[subprocess.Popen] = []
+        self._processes: list[subprocess.Popen] = []
         home = self.at / "home"
         home.mkdir(parents=True, exist_ok=True)
         self.env = {
@@ -54,7 +54,7 @@ class Federation:
         )
 
     def start_superlink(self) -> None:
-        """Start the SuperLink, or start it again on the same database: it knows its nodes."""
+        """Start the SuperLink; on an existing database it recognises its nodes."""
         self.superlink = self.start(
             "superlink",
             *("flower-superlink", "--host", "127.0.0.1", "--port", str(self.port)),
@@ -64,7 +64,7 @@ class Federation:
         wait_until(lambda: listens(self.port), "the SuperLink listens", alive=self.superlink)
 
     def make_key(self, name: str) -> Path:
-        """Return the file of a new private key; its public part lies beside it."""
+        """Create a key pair and return the private key's file; the public key is in the file with suffix .pub."""
         key = ec.generate_private_key(ec.SECP384R1())
         private = self.at / name
         write_private(private, key, serialization.PrivateFormat.OpenSSH)
@@ -73,11 +73,11 @@ class Federation:
         return private
 
     def register(self, key: Path) -> None:
-        """Let the node with this key in."""
+        """Register a node's public key."""
         self.flwr("supernode", "register", f"{key}.pub", "local")
 
     def start_supernode(self, partition: int, partitions: int, key: Path) -> subprocess.Popen:
-        """Start the SuperNode that plays device ``partition``."""
+        """Start the SuperNode of device ``partition``."""
         node = self.start(
             f"supernode-{key.name}",
             *("flower-supernode", "--superlink", f"127.0.0.1:{self.port}", "--root-certificates", "ca.crt"),
@@ -93,7 +93,7 @@ class Federation:
         return self.start("run", "flwr", "run", str(APP), "local", "--stream", "-c", settings)
 
     def flwr(self, *arguments: str) -> str:
-        """Return what a `flwr` command printed."""
+        """Run a `flwr` command and return its output."""
         done = subprocess.run(
             [BIN / "flwr", *arguments], cwd=self.at, env=self.env, capture_output=True, text=True, timeout=60
         )
@@ -102,34 +102,34 @@ class Federation:
         return done.stdout
 
     def log(self, name: str) -> str:
-        """Return what a process has said so far."""
+        """Return the log of a process."""
         return (self.at / f"{name}.log").read_text(errors="replace")
 
     def stop(self, process: subprocess.Popen, signum: int = signal.SIGTERM) -> None:
-        """End a process and those it started; wait until all of them are gone."""
+        """Stop a process and its children, and wait until all have exited."""
         for each in (signum, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, each)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
-        wait_until(lambda: not group_alive(process.pid), f"process group {process.pid} is gone", 10)
+        wait_until(lambda: not group_alive(process.pid), f"process group {process.pid} has exited", 10)
 
     def stop_all(self) -> None:
-        """End everything that was started; one that cannot be ended does not keep the others running."""
+        """Stop all processes; those that cannot be stopped are reported after the others were."""
         errors = []
-        for process in self._everyone:
+        for process in self._processes:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGTERM)
-        for process in self._everyone:
+        for process in self._processes:
             try:
                 self.stop(process)
             except (OSError, RuntimeError) as error:
                 errors.append(error)
         if errors:
-            raise ExceptionGroup("not every process was ended", errors)
+            raise ExceptionGroup("some processes could not be stopped", errors)
 
     def start(self, name: str, program: str, *arguments: str) -> subprocess.Popen:
-        """Start a program in a process group of its own; what it says goes to a log file."""
+        """Start a program in its own process group, with its output in a log file."""
         with (self.at / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [BIN / program, *arguments],
@@ -140,13 +140,13 @@ class Federation:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._everyone.append(process)
+        self._processes.append(process)
         return process
 
 
 @contextlib.contextmanager
 def federation(at: Path, nodes: int) -> Iterator[Federation]:
-    """Yield a federation of ``nodes`` registered SuperNodes, and tear it down whatever happens."""
+    """Yield a federation of ``nodes`` registered SuperNodes, and stop it on exit."""
     local = Federation(at)
     try:
         local.start_superlink()
@@ -160,13 +160,13 @@ def federation(at: Path, nodes: int) -> Iterator[Federation]:
 
 
 def make_certificates(at: Path) -> None:
-    """Write a certificate authority and a server certificate for localhost, good for a day."""
+    """Write a certificate authority and a server certificate for localhost, valid for one day."""
     authority, server = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "fedcontext local authority")])
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    places = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
     root = certificate(issuer, issuer, authority, authority, x509.BasicConstraints(ca=True, path_length=0))
-    own = certificate(subject, issuer, server, authority, x509.BasicConstraints(ca=False, path_length=None), places)
+    own = certificate(subject, issuer, server, authority, x509.BasicConstraints(ca=False, path_length=None), names)
     (at / "ca.crt").write_bytes(root.public_bytes(serialization.Encoding.PEM))
     (at / "server.pem").write_bytes(own.public_bytes(serialization.Encoding.PEM))
     write_private(at / "server.key", server, serialization.PrivateFormat.PKCS8)
@@ -217,7 +217,7 @@ def listens(port: int) -> bool:
 
 
 def group_alive(group: int) -> bool:
-    """Return whether any process of the group still runs; one that waits to be collected does not."""
+    """Return whether any process of the group is running; zombies are not."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _, its_group = stat.read_text().rpartition(") ")[2].split()[:3]
@@ -227,13 +227,13 @@ def group_alive(group: int) -> bool:
 
 
 def wait_until(
-    happened: Callable[[], object], what: str, seconds: float = 60, alive: subprocess.Popen | None = None
+    condition: Callable[[], object], what: str, seconds: float = 60, alive: subprocess.Popen | None = None
 ) -> None:
-    """Return when ``happened()`` is true; say what did not happen in time."""
+    """Return when ``condition()`` is true; raise after ``seconds``, or when the process ``alive`` exits."""
     deadline = time.monotonic() + seconds
-    while not happened():
+    while not condition():
         if time.monotonic() > deadline or (alive is not None and alive.poll() is not None):
-            raise RuntimeError(f"waited {seconds:g} s in vain until {what}")
+            raise RuntimeError(f"timed out after {seconds:g} s, or the process exited, before {what}")
         time.sleep(0.1)
 
 
@@ -241,15 +241,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--at", type=Path, help="directory for keys, logs and records; temporary if not given")
-    given = parser.parse_args()
+    parser.add_argument("--at", type=Path, help="directory for keys, logs and records; temporary by default")
+    args = parser.parse_args()
     with contextlib.ExitStack() as stack:
-        at = given.at or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        local = stack.enter_context(federation(at, given.nodes))
-        print(f"SuperLink on port {local.port}, {given.nodes} SuperNodes; logs in {local.at}")
+        at = args.at or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        local = stack.enter_context(federation(at, args.nodes))
+        print(f"SuperLink on port {local.port}, {args.nodes} SuperNodes; logs in {local.at}")
         run = local.start_run(
-            num_server_rounds=given.rounds,
-            min_nodes=given.nodes,
+            num_server_rounds=args.rounds,
+            min_nodes=args.nodes,
             fraction_train=1.0,
             learning_rate=0.05,
             records=local.at / "run.jsonl",
@@ -257,23 +257,23 @@ def main() -> None:
         )
         with contextlib.suppress(subprocess.TimeoutExpired):
             run.wait(600)
-        show(local, given.rounds)
+        show(local, args.rounds)
 
 
 def show(local: Federation, rounds: int) -> None:
-    """Print the rounds that were done; end with the run's log if they are fewer than asked for."""
+    """Print the completed rounds; exit with the log of the run if some are missing."""
     import fedcontext as fc
 
     try:
         records = fc.read_run(local.at / "run.jsonl")[1]
-    except (OSError, fc.FedcontextError):  # it did not get as far as a round
+    except (OSError, fc.FedcontextError):  # no round was completed
         records = []
     for record in records:
         weights = ", ".join(f"{k}: {w:.3f}" for k, w in zip(record.devices, record.weights, strict=True))
         loss, accuracy = ("unknown" if x is None else f"{x:.4f}" for x in (record.loss, record.accuracy))
         print(f"round {record.number}: loss {loss}, accuracy {accuracy}, weights {{{weights}}}")
     if len(records) < rounds:
-        sys.exit(f"{local.log('run')}\n{len(records)} of {rounds} rounds were done: the log is above")
+        sys.exit(f"{local.log('run')}\n{len(records)} of {rounds} rounds were completed: see the log above")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ EXPORTS = {
         "expected_version",
         "memory_version",
     ],
-    "arrays.memmap": ["mapped"],
+    "arrays.memmap": ["open_memmap"],
     "codec": ["Codec"],
     "datasets": ["FederatedData", "federate", "load_dataset"],
     "errors": ["FedcontextError", "MissingExtra"],

@@ -10,7 +10,7 @@ from fedcontext.algorithms import Hyperparameters as Hyperparameters
 from fedcontext.algorithms import contextual_version as contextual_version
 from fedcontext.algorithms import expected_version as expected_version
 from fedcontext.algorithms import memory_version as memory_version
-from fedcontext.arrays.memmap import mapped as mapped
+from fedcontext.arrays.memmap import open_memmap as open_memmap
 from fedcontext.codec import Codec as Codec
 from fedcontext.datasets import FederatedData as FederatedData
 from fedcontext.datasets import federate as federate

@@ -48,6 +48,11 @@ class Aggregation:
         """The step Σ αₖ Δₖ itself, a structure like params; computed when it is first asked for."""
         return self.make_step()
 
+    @property
+    def condition(self) -> float | None:
+        """Condition number of the normalised updates' Gram matrix; None for a rule that works on sums."""
+        return None if self.geometry is None else self.geometry.condition
+
     def curvature(self, change: float) -> float | None:
         """Return the β at which the bound would have equalled the measured ``change``: 2 (change - b·α) / αᵀ G α."""
         if self.geometry is None or self.geometry.slopes is None:

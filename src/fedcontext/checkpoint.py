@@ -1,17 +1,18 @@
-"""A run on disk: params, the rule's memory and a few facts in one safetensors file, replaced as a whole.
+"""Checkpoints: params, the rule's state and a few facts in one safetensors file, replaced atomically.
 
-The arrays are tensors of the file, everything else is JSON in its header. A reader sees the old file or the new
-one, never a mixture, whenever the writer is killed; and reading never executes anything.
+Arrays are tensors of the file, everything else is JSON in its metadata; loading executes no code. Whenever the
+writer is killed, the file is the old checkpoint or the new one.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -19,67 +20,108 @@ from fedcontext.arrays.tree import Array, Structure, framework, leaf_name, leave
 from fedcontext.errors import FedcontextError, require
 
 SCHEMA = 1
-PARAMS, RULE = "params:", "rule:"  # how the names of tensors begin
+PARAMS, RULE = "params:", "rule:"  # prefixes of tensor names
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a run goes on from."""
+    """The state from which a run resumes."""
 
     params: Structure
-    rule: Any  # the rule's memory
-    facts: dict[str, Any]  # the round's number, the seed and whatever else the writer noted
+    rule: Any  # the rule's state
+    facts: dict[str, Any]  # JSON values, such as the number of the round
 
 
 def save(path: Path, params: Structure, rule: Any, facts: Mapping[str, Any], after: Path | None = None) -> None:
-    """Write a checkpoint in place of the one at ``path``: durable when this returns, whole at any moment.
+    """Replace the checkpoint at ``path`` atomically; it is on disk when this returns.
 
-    ``after`` is a file, such as the run's records, that must be on the disk before the checkpoint is.
+    ``after`` is a file, such as the run's records, that is synced to disk before the checkpoint.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "run.safetensors"
     >>> save(path, {"w": np.ones(2)}, rule=(3, np.zeros(1)), facts={"number": 7})
-    >>> found = load(path, like={"w": np.zeros(2)})
-    >>> found.params, found.rule, found.facts
+    >>> saved = load(path, like={"w": np.zeros(2)})
+    >>> saved.params, saved.rule, saved.facts
     ({'w': array([1., 1.])}, (3, array([0.])), {'number': 7})
     """
     tensors = {f"{PARAMS}{name}": _to_numpy(name, leaf) for name, leaf in leaves(params).items()}
     content = {"schema": SCHEMA, "facts": dict(facts), "rule": _pack(rule, tensors)}
     path.parent.mkdir(parents=True, exist_ok=True)
     if after is not None:
-        _to_disk(after)
-    fresh = path.with_name(f".{path.name}.part")  # one that a killed writer left is overwritten
+        _sync(after)
+    temporary = path.with_name(f".{path.name}.part")  # overwrites what a killed writer left
     try:
         require("safetensors.numpy", extra="resume").save_file(
-            tensors, fresh, metadata={"fedcontext": json.dumps(content)}
+            tensors, temporary, metadata={"fedcontext": json.dumps(content)}
         )
-        _to_disk(fresh)
-        os.replace(fresh, path)
+        _sync(temporary)
+        os.replace(temporary, path)
     finally:
-        fresh.unlink(missing_ok=True)
-    _to_disk(path.parent)
+        temporary.unlink(missing_ok=True)
+    _sync(path.parent)
 
 
 def load(path: Path, like: Structure) -> Checkpoint:
-    """Return the checkpoint at ``path``, its params in the structure, library and place of ``like``."""
+    """Return the checkpoint at ``path``, with params in the structure, framework and device of ``like``."""
     safetensors = require("safetensors", extra="resume")
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             content = json.loads((file.metadata() or {})["fedcontext"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, safetensors.SafetensorError, KeyError, ValueError) as error:
-        raise FedcontextError(f"{path}: not a checkpoint of fedcontext ({type(error).__name__}: {error})") from None
+        raise FedcontextError(f"{path}: not a fedcontext checkpoint ({type(error).__name__}: {error})") from None
     if content.get("schema") != SCHEMA:
         raise FedcontextError(f"{path}: schema must be {SCHEMA}, got {content.get('schema')}")
     params = {name: _like(path, name, leaf, tensors) for name, leaf in leaves(like).items()}
     if extra := [name for name in tensors if name.startswith(PARAMS) and name.removeprefix(PARAMS) not in params]:
-        raise FedcontextError(f"{path}: the checkpoint is of another model: it also has {', '.join(extra)}")
+        raise FedcontextError(f"{path}: the checkpoint is of a different model: it also has {', '.join(extra)}")
     state = _unpack(content["rule"], tensors, next(iter(params.values())))
     return Checkpoint(rebuild(like, params), state, content["facts"])
 
 
+@contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Hold the checkpoint at ``path`` for one run; `FedcontextError` names the process that already holds it.
+
+    The lock is on the sibling file ``<path>.lock``, which holds the process id and is left empty afterwards: removing
+    it could give two processes a lock each. The operating system releases the lock when the process ends.
+
+    >>> import tempfile
+    >>> with lock(Path(tempfile.mkdtemp()) / "run.safetensors"):
+    ...     pass
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock_path = path.with_name(f"{path.name}.lock")
+    with lock_path.open("a+", encoding="utf-8") as file:
+        if not _acquire(file):
+            file.seek(0)
+            raise FedcontextError(
+                f"{path}: process {file.read() or 'unknown'} is already running on this checkpoint: wait until it ends, "
+                f"or use another file (if no such process exists, delete {lock_path})"
+            )
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)
+
+
+def _acquire(file: IO[str]) -> bool:
+    try:
+        import fcntl
+    except ImportError:  # not POSIX: a process id in the file is the lock
+        return file.tell() == 0
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _pack(value: Any, tensors: dict[str, Any]) -> Any:
-    """Return ``value`` as JSON, its arrays moved to ``tensors`` and named by count; containers say what they are."""
+    """Return ``value`` as JSON that names the type of each container, with its arrays moved to ``tensors``."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
@@ -97,7 +139,7 @@ def _pack(value: Any, tensors: dict[str, Any]) -> Any:
         tensors[name] = _to_numpy(name, value)
         return {"tensor": name}
     raise FedcontextError(
-        f"a rule's memory must be numbers, text, NumPy arrays, lists, tuples and dicts of these to be saved, "
+        "a rule's state must consist of numbers, strings, NumPy arrays, lists, tuples and dicts to be saved, "
         f"got {type(value).__name__}"
     )
 
@@ -125,17 +167,17 @@ def _to_numpy(name: str, leaf: Array) -> Any:
     except TypeError:
         host = None
     if host is None or host.dtype.kind not in "biuf":
-        raise FedcontextError(f"{leaf_name(name)} must have a dtype that NumPy knows to be saved, got {leaf.dtype}")
+        raise FedcontextError(f"{leaf_name(name)} must have a NumPy dtype to be saved, got {leaf.dtype}")
     return np.ascontiguousarray(host).reshape(host.shape)
 
 
 def _like(path: Path, name: str, leaf: Array, tensors: Mapping[str, Any]) -> Array:
-    """Return the saved leaf in the library and place of ``leaf``."""
+    """Return the saved leaf in the framework and on the device of ``leaf``."""
     saved = tensors.get(f"{PARAMS}{name}")
-    wanted = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
-    found = "nothing" if saved is None else f"{saved.dtype} {saved.shape}"
-    if saved is None or found != wanted:
-        raise FedcontextError(f"{path}: {leaf_name(name)} must be {wanted}, got {found}")
+    expected = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
+    actual = "nothing" if saved is None else f"{saved.dtype} {saved.shape}"
+    if saved is None or actual != expected:
+        raise FedcontextError(f"{path}: {leaf_name(name)} must be {expected}, got {actual}")
     return _in_framework(saved, leaf)
 
 
@@ -153,8 +195,8 @@ def _in_framework(saved: Any, like: Array) -> Array:
     return saved
 
 
-def _to_disk(path: Path) -> None:
-    """Wait until the file, or a directory's list of names, is on the disk."""
+def _sync(path: Path) -> None:
+    """Return once the file or directory is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -118,7 +118,7 @@ def _products(rows: Sequence[Leaves], columns: Sequence[Leaves], names: Sequence
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks whether the products are finite
         for name in names:
             library = framework(rows[0][name])
-            total += library.products([row[name] for row in rows], [column[name] for column in columns], scratch)[0]
+            total += library.products([row[name] for row in rows], [column[name] for column in columns], scratch)
     return total
 
 

@@ -9,7 +9,7 @@ import queue
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -73,23 +73,24 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{experiment.name}.toml").write_text(to_toml(asdict(experiment)), encoding="utf-8")
     path, saved = out / f"{experiment.name}.jsonl", out / f"{experiment.name}.safetensors"
-    state = _load_state(simulation, saved) if resume and saved.exists() else None
-    records = truncate_run(path, state.number) if state else []
-    for record in records:
-        on_round(experiment, record)
-
-    def remaining_rounds() -> Iterator[RoundRecord]:
-        nonlocal state
-        for after, record in simulation.run(state):
-            state = after
-            yield record
-            if resume:  # after the record has been written
-                _save_state(state, saved)
-
-    with _restore_longer(path, new=state is None), path.open("a" if state else "w", encoding="utf-8") as file:
-        for record in stream_records(experiment, remaining_rounds(), file):
-            records.append(record)
+    with checkpoint.lock(saved) if resume else nullcontext():
+        state = _load_state(simulation, saved) if resume and saved.exists() else None
+        records = truncate_run(path, state.number) if state else []
+        for record in records:
             on_round(experiment, record)
+
+        def remaining_rounds() -> Iterator[RoundRecord]:
+            nonlocal state
+            for after, record in simulation.run(state):
+                state = after
+                yield record
+                if resume:  # after the record has been written
+                    _save_state(state, saved)
+
+        with _restore_longer(path, new=state is None), path.open("a" if state else "w", encoding="utf-8") as file:
+            for record in stream_records(experiment, remaining_rounds(), file):
+                records.append(record)
+                on_round(experiment, record)
     if save is not None and state is not None:
         save_params(save, state.params)
     return records

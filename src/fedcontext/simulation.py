@@ -272,7 +272,7 @@ class Simulation:
             measured_change=change,
             smoothness=self.smoothness,
             curvature=result.curvature(change) if result and as_is and change is not None else None,
-            condition=result.geometry.condition if result and result.geometry else None,
+            condition=result.condition if result else None,
             seconds=received.seconds,
             bytes_down=received.bytes_down,
             bytes_up=received.bytes_up,

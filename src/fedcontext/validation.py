@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from fedcontext.arrays.memory import check_apart
+from fedcontext.arrays.overlap import check_no_overlap
 from fedcontext.arrays.tree import (
     Array,
     FloatArray,
@@ -105,7 +105,7 @@ def output_leaves(base: Leaves, updates: Structures, out: Structure) -> Leaves:
                 f"out: {leaf_name(name)} cannot be written in place; give a contiguous, writable array"
             )
     sources = {owner: leaves(update) for owner, update in named("device", updates).items()}
-    check_apart(targets, {"params": base, **sources})
+    check_no_overlap(targets, {"params": base, **sources})
     return targets
 
 

@@ -139,7 +139,7 @@ def test_flowers_local_privacy_treats_the_update_of_a_wrapped_app(task: ModuleTy
         return Message(RecordDict({"arrays": ArrayRecord(moved), "metrics": metrics}), reply_to=message)
 
     app = torch_client(stock, task.Net, lambda context: task.load_data(0, 8, 8)[0])
-    config = ConfigRecord({"fedcontext.asked": "fedcontext.update fedcontext.gradient"})
+    config = ConfigRecord({"fedcontext.request": "fedcontext.update fedcontext.gradient"})
     content = RecordDict({"arrays": ArrayRecord(task.Net().state_dict()), "config": config})
     reply = app(Message(content, 1, "train"), Context(1, 1, {}, RecordDict(), {}))
     update = arrays_of(reply.content["fedcontext.update"])

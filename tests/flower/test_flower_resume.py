@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +47,7 @@ def start(at: Path, grid: MemoryGrid | None = None, rule: Rule | None = None, ro
     settings = {"seed": 5, "epochs": (1, 2), **settings}
     files = {"records": at / "run.jsonl", "checkpoint": at / "run.safetensors"}
     strategy = ContextualStrategy(FedAvg(fraction_train=0.5), rule or fc.contextual(20), **settings, **files)
-    return strategy.start(grid or MemoryGrid(APP, range(8), CONFIG), record_of(task.start(CONFIG)), rounds)
+    return strategy.start(grid or MemoryGrid(APP, range(8), CONFIG), record_of(task.initial_params(CONFIG)), rounds)
 
 
 def files(at: Path) -> tuple[bytes, list[dict]]:
@@ -124,3 +125,19 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path, what: str, ot
     start(tmp_path, rounds=1)
     with pytest.raises(fc.FedcontextError, match=rf"run.safetensors: {what} must be"):
         start(tmp_path, **{"rule" if what == "smoothness" else what: other})
+
+
+def test_a_second_run_on_a_checkpoint_in_use_is_refused(tmp_path: Path) -> None:
+    grid, refused = MemoryGrid(APP, range(8), CONFIG), []
+
+    def start_another(partition, message, reply):
+        if not refused:
+            with pytest.raises(fc.FedcontextError, match=rf"process {os.getpid()} is already running") as error:
+                start(tmp_path)
+            refused.append(error)
+        return [reply]
+
+    grid.meddle = start_another
+    start(tmp_path, grid)
+    assert refused
+    start(tmp_path, rounds=5)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fedcontext_app import task
 from flower_grid import MemoryGrid
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 from flwr.serverapp import strategy as stock
 from flwr.serverapp.strategy import FedAvg, FedProx, Result
 from typer.testing import CliRunner
@@ -20,6 +21,7 @@ from fedcontext.algorithms import ALGORITHMS
 from fedcontext.flower import ContextualStrategy, numpy_client
 from fedcontext.flower.messages import plan_tasks
 from fedcontext.flower.protocol import arrays_of, record_of
+from fedcontext.plan import plan_round
 
 SETTINGS = {
     "dataset": "synthetic-1-1",
@@ -38,20 +40,20 @@ def federation(shuffle: int = 0, algorithm: str = "fedavg-contextual", rounds: i
     grid = MemoryGrid(APP, range(30), config, shuffle=shuffle)
     inner = FedAvg(fraction_train=1 / 3, fraction_evaluate=0.0)
     strategy = ContextualStrategy(inner, task.algorithm(config).rule, seed=3, epochs=(1, 3), **settings)
-    return strategy.start(grid, record_of(task.start(config)), num_rounds=rounds)
+    return strategy.start(grid, record_of(task.initial_params(config)), num_rounds=rounds)
 
 
-def simulation(algorithm: str, probes: str) -> np.ndarray:
+def simulation(algorithm: str, k2: int | str) -> np.ndarray:
     settings = {"rounds": 3, "seed": 3, "epochs": (1, 3), "learning_rate": 0.05, "engine": "reference"}
-    experiment = fc.Experiment(algorithm=algorithm, probes=probes, devices_per_round=10, **settings)
+    experiment = fc.Experiment(algorithm=algorithm, k2=k2, devices_per_round=10, **settings)
     return [state for state, _ in fc.prepare(experiment).play()][-1].params
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("probes", ["cohort", "all"])
-def test_a_federation_gives_the_simulators_model(algorithm: str, probes: str) -> None:
+@pytest.mark.parametrize(("probes", "k2"), [("cohort", 0), ("all", "N"), (5, 5)])
+def test_a_federation_gives_the_simulators_model(algorithm: str, probes: str, k2: int | str) -> None:
     found = federation(algorithm=algorithm, probes=probes, pool="all").arrays
-    np.testing.assert_allclose(arrays_of(found)["softmax"], simulation(algorithm, probes), rtol=2e-4, atol=2e-6)
+    np.testing.assert_allclose(arrays_of(found)["softmax"], simulation(algorithm, k2), rtol=2e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("probes", ["cohort", "all", 5])
@@ -64,7 +66,7 @@ def test_a_round_is_one_exchange_with_one_message_a_device() -> None:
     grid = MemoryGrid(APP, range(12), SETTINGS)
     inner = FedAvg(fraction_train=0.34, fraction_evaluate=0.0)
     strategy = ContextualStrategy(inner, fc.contextual(20), probes="all", epochs=(1, 1))
-    strategy.start(grid, record_of(task.start(SETTINGS)), num_rounds=2)
+    strategy.start(grid, record_of(task.initial_params(SETTINGS)), num_rounds=2)
     whoami, *rounds = grid.sent
     assert {message.metadata.message_type for message in whoami} == {"query.whoami"}
     assert len(rounds) == 2
@@ -73,11 +75,28 @@ def test_a_round_is_one_exchange_with_one_message_a_device() -> None:
         assert len({message.metadata.dst_node_id for message in messages}) == 12
 
 
-def test_probes_are_drawn_outside_the_cohort() -> None:
+def test_a_number_of_probes_is_drawn_as_in_the_simulator() -> None:
+    both = 0
     for number in range(1, 30):
-        tasks = plan_tasks(0, number, range(20), 6, probes=7)
-        assert sorted(task.role for task in tasks) == ["cohort"] * 6 + ["probe"] * 7
-        assert len({task.device for task in tasks}) == 13
+        tasks = plan_tasks(0, number, range(20), 6, {"gradient"}, probes=7)
+        plan = plan_round(0, number, 20, devices_per_round=6, probes=7)
+        assert [task.device for task in tasks if task.group == "cohort"] == plan.devices.tolist()
+        assert {task.device for task in tasks if task.probe} == set(plan.probes.tolist())
+        assert len({task.device for task in tasks}) == len(tasks)
+        both += sum(task.probe for task in tasks if task.group == "cohort")
+    assert both, "a device can be in the cohort and a probe"
+
+
+def test_a_device_in_the_cohort_and_a_probe_gets_one_message_that_requests_both() -> None:
+    grid = MemoryGrid(APP, range(6), SETTINGS)
+    strategy = ContextualStrategy(FedAvg(fraction_train=0.5, fraction_evaluate=0.0), fc.contextual(20), probes=5)
+    messages = strategy.configure_train(1, record_of(task.initial_params(SETTINGS)), ConfigRecord(), grid)
+    requests = Counter((m.metadata.message_type, m.content["config"]["fedcontext.request"]) for m in messages)
+    plan = plan_round(0, 1, 6, devices_per_round=3, probes=5)
+    shared = len(set(plan.devices.tolist()) & set(plan.probes.tolist()))
+    assert requests["train", "fedcontext.update fedcontext.gradient"] == shared
+    assert requests["query.gradient", "fedcontext.gradient"] == 5 - shared
+    assert sum(requests.values()) == 3 + 5 - shared
 
 
 def test_devices_get_their_own_epochs_and_the_inner_strategys_settings() -> None:
@@ -90,12 +109,13 @@ def test_devices_get_their_own_epochs_and_the_inner_strategys_settings() -> None
     app = numpy_client(train, task.gradient)
     strategy = ContextualStrategy(FedProx(proximal_mu=0.5), fc.contextual(20), epochs=(1, 9))
     config = ConfigRecord({"lr": 0.1})
-    strategy.start(MemoryGrid(app, range(8), SETTINGS), record_of(task.start(SETTINGS)), 1, train_config=config)
+    strategy.start(
+        MemoryGrid(app, range(8), SETTINGS), record_of(task.initial_params(SETTINGS)), 1, train_config=config
+    )
     assert {config["proximal-mu"] for config in seen.values()} == {0.5}
     assert len({config["local-epochs"] for config in seen.values()}) > 1
-    assert [t.epochs for t in plan_tasks(0, 1, range(8), 8, probes="cohort", epochs=(1, 9))] == [
-        seen[t.device]["local-epochs"] for t in plan_tasks(0, 1, range(8), 8, probes="cohort", epochs=(1, 9))
-    ]
+    planned = {task.device: task.epochs for task in plan_tasks(0, 1, range(8), 8, {"gradient"}, epochs=(1, 9))}
+    assert {device: config["local-epochs"] for device, config in seen.items()} == planned
     assert "local-epochs" not in config, "the caller's config is not ours to change"
 
 
@@ -103,39 +123,104 @@ def test_devices_get_their_own_epochs_and_the_inner_strategys_settings() -> None
 def test_the_example_app_learns_mnist() -> None:
     config = {**SETTINGS, "dataset": "mnist", "learning-rate": 0.3}
     strategy = ContextualStrategy(FedAvg(), task.algorithm(config).rule, probes="all", epochs=(1, 3))
-    result = strategy.start(MemoryGrid(APP, range(10), config), record_of(task.start(config)), 3)
+    result = strategy.start(MemoryGrid(APP, range(10), config), record_of(task.initial_params(config)), 3)
     judged = result.evaluate_metrics_clientapp
     assert judged[3]["accuracy"] > 0.6
     assert judged[3]["loss"] < judged[2]["loss"] < judged[1]["loss"]
 
 
 STRATEGIES = [kind for kind in vars(stock).values() if isinstance(kind, type) and issubclass(kind, FedAvg)]
+OWN_AGGREGATION = [kind for kind in STRATEGIES if kind not in (FedAvg, FedProx)]
 
 
-@pytest.mark.parametrize("inner", [kind for kind in STRATEGIES if "Xgb" not in kind.__name__], ids=lambda k: k.__name__)
-def test_whatever_strategy_is_inside_the_model_is_the_rules(inner: type[FedAvg]) -> None:
+class Scheduled(FedAvg):
+    """A user's strategy that changes the config and keeps FedAvg's aggregation."""
+
+    def configure_train(self, server_round, arrays, config, grid):
+        config["lr"] = 1 / server_round
+        return super().configure_train(server_round, arrays, config, grid)
+
+
+@pytest.mark.parametrize("inner", [FedProx, Scheduled])
+def test_a_strategy_that_keeps_fedavgs_aggregation_gives_the_rules_model(inner: type[FedAvg]) -> None:
     models = []
     for kind in (FedAvg, inner):
-        extra = {"client_learning_rate": 0.1} if kind is stock.QFedAvg else {}
-        strategy = ContextualStrategy(kind(fraction_evaluate=0.0, **extra), fc.contextual(20), epochs=(1, 1))
+        strategy = ContextualStrategy(kind(fraction_evaluate=0.0), fc.contextual(20), epochs=(1, 1))
         grid = MemoryGrid(APP, range(4), SETTINGS)
-        models.append(arrays_of(strategy.start(grid, record_of(task.start(SETTINGS)), 2).arrays)["softmax"])
+        models.append(arrays_of(strategy.start(grid, record_of(task.initial_params(SETTINGS)), 2).arrays)["softmax"])
     assert models[0].tobytes() == models[1].tobytes()
+
+
+@pytest.mark.parametrize("kind", OWN_AGGREGATION, ids=lambda kind: kind.__name__)
+def test_a_strategy_with_its_own_aggregation_is_refused(kind: type[FedAvg]) -> None:
+    inner = kind(client_learning_rate=0.1) if kind is stock.QFedAvg else kind()
+    with pytest.raises(fc.FedcontextError, match=rf"{kind.__name__} cannot be wrapped.* own aggregation") as refused:
+        ContextualStrategy(inner, fc.mean())
+    assert "ContextualStrategy(FedAvg(...))" in str(refused.value)
 
 
 def test_a_strategy_whose_noise_would_be_lost_is_refused() -> None:
     private = stock.DifferentialPrivacyServerSideFixedClipping(FedAvg(), 1.0, 1.0, 4)
-    with pytest.raises(fc.FedcontextError, match="wrapper such as DifferentialPrivacyServerSideFixedClipping"):
+    with pytest.raises(fc.FedcontextError, match=r"FixedClipping cannot be wrapped.* clipping and noise"):
         ContextualStrategy(private, fc.mean())
+
+
+def test_another_driver_can_run_the_rounds() -> None:
+    grid, arrays = MemoryGrid(APP, range(6), SETTINGS), record_of(task.initial_params(SETTINGS))
+    strategy = ContextualStrategy(FedAvg(fraction_evaluate=0.0), fc.contextual(20), epochs=(1, 1))
+    for number in (1, 2):
+        messages = strategy.configure_train(number, arrays, ConfigRecord(), grid)
+        arrays, metrics = strategy.aggregate_train(number, grid.send_and_receive(messages))
+        assert len(metrics["fedcontext.weights"]) == 6
+    start = ContextualStrategy(FedAvg(fraction_evaluate=0.0), fc.contextual(20), epochs=(1, 1)).start
+    expected = start(MemoryGrid(APP, range(6), SETTINGS), record_of(task.initial_params(SETTINGS)), 2).arrays
+    assert arrays_of(arrays)["softmax"].tobytes() == arrays_of(expected)["softmax"].tobytes()
+
+
+def test_aggregation_without_configuration_is_refused() -> None:
+    strategy = ContextualStrategy(FedAvg(), fc.contextual(20))
+    with pytest.raises(fc.FedcontextError, match=r"call configure_train\(1, \.\.\.\) first"):
+        strategy.aggregate_train(1, [])
+    grid = MemoryGrid(APP, range(3), SETTINGS)
+    messages = strategy.configure_train(1, record_of(task.initial_params(SETTINGS)), ConfigRecord(), grid)
+    with pytest.raises(fc.FedcontextError, match="round 2 without configure_train"):
+        strategy.aggregate_train(2, grid.send_and_receive(messages))
+
+
+def test_a_strategy_that_trains_nobody_only_evaluates(tmp_path: Path) -> None:
+    strategy = ContextualStrategy(FedAvg(fraction_train=0.0), fc.contextual(20), checkpoint=tmp_path / "run")
+    result = strategy.start(MemoryGrid(APP, range(3), SETTINGS), record_of(task.initial_params(SETTINGS)), 4)
+    assert list(result.evaluate_metrics_clientapp) == [1, 2, 3, 4]
+    assert not result.train_metrics_clientapp
+
+
+def test_the_log_has_flowers_lines(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(partition, message, reply):
+        failed = partition == 2 and message.metadata.message_type == "train"
+        return [Message(Error(2, "no"), reply_to=message)] if failed else [reply]
+
+    caplog.set_level("INFO", "flwr")
+    strategy = ContextualStrategy(FedAvg(fraction_train=0.5), fc.contextual(20), epochs=(1, 1), probes="all")
+    strategy.start(MemoryGrid(APP, range(4), SETTINGS, fail), record_of(task.initial_params(SETTINGS)), 2)
+    lines = caplog.messages
+    assert lines.count("configure_train: Sampled 2 nodes (out of 4)") == 2
+    assert lines.count("configure_train: 4 nodes report gradients") == 2
+    trained = [line for line in lines if line.startswith("aggregate_train: Received")]
+    assert len(trained) == 2
+    assert sum("1 failures" in line for line in trained) == sum("Excluded device 2" in line for line in lines)
+    assert lines.count("aggregate_evaluate: Received 4 results and 0 failures") == 2
+    reported = [line for line in lines if "Aggregated MetricRecord" in line]
+    assert sum("fedcontext.weights" in line for line in reported) == 2
+    assert sum("'loss'" in line and "'accuracy'" in line for line in reported) == 2
 
 
 def test_the_smoothness_is_one_over_lr_where_no_rule_is_given() -> None:
     strategy = ContextualStrategy(FedAvg(fraction_evaluate=0.0), epochs=(1, 1))
-    grid, start = MemoryGrid(APP, range(4), SETTINGS), record_of(task.start(SETTINGS))
+    grid, start = MemoryGrid(APP, range(4), SETTINGS), record_of(task.initial_params(SETTINGS))
     strategy.start(grid, start, 1, train_config=ConfigRecord({"lr": 0.25}))
     assert strategy.rule is not None
     assert strategy.rule.smoothness == 4.0
-    with pytest.raises(fc.FedcontextError, match="give a rule, or the learning rate as 'lr'"):
+    with pytest.raises(fc.FedcontextError, match="the default rule needs the learning rate"):
         ContextualStrategy(FedAvg()).start(grid, start, 1)
 
 
@@ -146,7 +231,7 @@ def test_records_and_metrics_tell_the_round(tmp_path: Path) -> None:
     def judge(number: int, arrays: ArrayRecord) -> MetricRecord:
         return MetricRecord({"loss": 2.0 - number / 10, "accuracy": number / 10})
 
-    result = strategy.start(grid, record_of(task.start(SETTINGS)), 2, evaluate_fn=judge)
+    result = strategy.start(grid, record_of(task.initial_params(SETTINGS)), 2, evaluate_fn=judge)
     head, records = fc.read_run(tmp_path / "run.jsonl")
     assert head["settings"]["algorithm"] == "FedAvg, contextual"
     for number, record in enumerate(records, 1):
@@ -179,7 +264,7 @@ def test_a_stock_client_that_answers_with_weights_gives_the_same_model() -> None
     models = []
     for app in (APP, untouched):
         strategy = ContextualStrategy(FedAvg(fraction_evaluate=0.0), fc.by_samples(), epochs=(1, 2))
-        result = strategy.start(MemoryGrid(app, range(6), SETTINGS), record_of(task.start(SETTINGS)), 2)
+        result = strategy.start(MemoryGrid(app, range(6), SETTINGS), record_of(task.initial_params(SETTINGS)), 2)
         models.append(arrays_of(result.arrays)["softmax"])
     np.testing.assert_allclose(models[0], models[1], rtol=1e-6, atol=1e-8)
 
@@ -187,5 +272,5 @@ def test_a_stock_client_that_answers_with_weights_gives_the_same_model() -> None
 def test_devices_that_cannot_say_who_they_are_go_by_their_node() -> None:
     grid = MemoryGrid(APP.app, range(4), SETTINGS)  # a stock app: it knows neither whoami nor gradients
     strategy = ContextualStrategy(FedAvg(fraction_evaluate=0.0), fc.mean(), epochs=(1, 1))
-    result = strategy.start(grid, record_of(task.start(SETTINGS)), 1)
+    result = strategy.start(grid, record_of(task.initial_params(SETTINGS)), 1)
     assert sorted(result.train_metrics_clientapp[1]["fedcontext.devices"]) == sorted(grid.partitions)

@@ -41,12 +41,12 @@ def test_fewer_rounds_than_asked_for_end_with_the_log(local: Federation, done: i
     with pytest.raises(SystemExit) as ended:
         show(local, 2)
     assert str(ended.value).startswith("the reason\n")
-    assert f"{done or 0} of 2 rounds were done" in str(ended.value)
+    assert f"{done or 0} of 2 rounds were completed" in str(ended.value)
 
 
 def test_one_process_that_cannot_be_ended_does_not_keep_the_others_running(local: Federation, monkeypatch) -> None:
     sleepers = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(2)]
-    local._everyone += sleepers
+    local._processes += sleepers
     stop = Federation.stop
 
     def stuck(self: Federation, process: subprocess.Popen) -> None:
@@ -55,7 +55,7 @@ def test_one_process_that_cannot_be_ended_does_not_keep_the_others_running(local
             raise RuntimeError("it is still there")
 
     monkeypatch.setattr(Federation, "stop", stuck)
-    with pytest.raises(ExceptionGroup, match="not every process was ended") as raised:
+    with pytest.raises(ExceptionGroup, match="some processes could not be stopped") as raised:
         local.stop_all()
     assert len(raised.value.exceptions) == 1
     assert all(sleeper.poll() is not None for sleeper in sleepers)

@@ -1,4 +1,4 @@
-"""The devices' side: three plain NumPy functions."""
+"""The client app, made of three NumPy functions."""
 
 from fedcontext.flower import numpy_client
 from fedcontext_app.task import evaluate, gradient, train

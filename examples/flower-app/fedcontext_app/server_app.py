@@ -1,4 +1,4 @@
-"""The server's side: FedAvg with its aggregation replaced."""
+"""The server app: FedAvg with contextual aggregation."""
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -6,7 +6,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedcontext.flower import ContextualStrategy
 from fedcontext.flower.protocol import record_of
-from fedcontext_app.task import algorithm, start
+from fedcontext_app.task import algorithm, initial_params
 
 app = ServerApp()
 
@@ -14,7 +14,6 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     config = context.run_config
-    nodes = int(config["min-nodes"])
     probes = str(config["probes"])
     strategy = ContextualStrategy(
         FedAvg(
@@ -22,7 +21,7 @@ def main(grid: Grid, context: Context) -> None:
             fraction_evaluate=float(config["fraction-evaluate"]),
             min_train_nodes=1,
             min_evaluate_nodes=1,
-            min_available_nodes=nodes,
+            min_available_nodes=int(config["min-nodes"]),
         ),
         rule=algorithm(config).rule,
         probes=int(probes) if probes.isdigit() else probes,
@@ -36,7 +35,7 @@ def main(grid: Grid, context: Context) -> None:
     )
     strategy.start(
         grid,
-        record_of(start(config)),
+        record_of(initial_params(config)),
         num_rounds=int(config["num-server-rounds"]),
         timeout=float(config["timeout"]),
     )

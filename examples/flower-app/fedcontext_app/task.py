@@ -1,4 +1,4 @@
-"""What a device does: softmax regression on its share of a data set, with the simulator's own engine."""
+"""Softmax regression on one device's data, computed by the simulator's reference engine."""
 
 import numpy as np
 from flwr.app import Context, UserConfig
@@ -21,7 +21,7 @@ def algorithm(config: UserConfig) -> Algorithm:
     return algorithm_named(str(config["algorithm"]), hyperparameters)
 
 
-def start(config: UserConfig) -> dict[str, np.ndarray]:
+def initial_params(config: UserConfig) -> dict[str, np.ndarray]:
     return {"softmax": SoftmaxReference(fc.load_dataset(str(config["dataset"]))).initial_params()}
 
 
@@ -36,24 +36,26 @@ def train(params: dict[str, np.ndarray], config: dict, context: Context) -> tupl
 
 def gradient(params: dict[str, np.ndarray], context: Context) -> tuple[dict[str, np.ndarray], int]:
     device, data = own_data(context)
-    (found,) = SoftmaxReference(data).gradients(params["softmax"], np.array([device]))
-    return {"softmax": found}, int(data.train.sizes[device])
+    (result,) = SoftmaxReference(data).gradients(params["softmax"], np.array([device]))
+    return {"softmax": result}, int(data.train.sizes[device])
 
 
 def evaluate(params: dict[str, np.ndarray], context: Context) -> dict[str, float]:
     device, data = own_data(context)
-    loss, accuracy = SoftmaxReference(only(data, device)).evaluate(params["softmax"])
+    loss, accuracy = SoftmaxReference(subset(data, device)).evaluate(params["softmax"])
     return {"loss": loss, "accuracy": accuracy, "num-examples": int(data.train.sizes[device])}
 
 
 def own_data(context: Context) -> tuple[int, FederatedData]:
-    """Return which device this node plays, and the data set it has a share of."""
+    """Return the number of this node's device, and the dataset."""
     return int(context.node_config["partition-id"]), fc.load_dataset(str(context.run_config["dataset"]))
 
 
-def only(data: FederatedData, device: int) -> FederatedData:
-    def share(split: Split) -> Split:
+def subset(data: FederatedData, device: int) -> FederatedData:
+    """Return the dataset of one device alone."""
+
+    def rows_of(split: Split) -> Split:
         rows = split.rows(device)
         return Split(split.features[rows], split.labels[rows], np.array([0, rows.stop - rows.start]))
 
-    return FederatedData(data.name, share(data.train), share(data.test), data.classes)
+    return FederatedData(data.name, rows_of(data.train), rows_of(data.test), data.classes)

@@ -1,4 +1,4 @@
-"""Updates as memory-mapped files: read where they lie, so that together they may be larger than memory."""
+"""Memory-mapped .npy and .safetensors files, so that the updates together can be larger than memory."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ DTYPES = {
     "I8": "int8",
     "U8": "uint8",
 }
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError, SyntaxError, TokenError)  # parsing a header
-HEADER_LIMIT = 100 * 2**20  # bytes; as the format's own readers have it
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError, SyntaxError, TokenError)  # of malformed headers
+HEADER_LIMIT = 100 * 2**20  # bytes; the limit of the safetensors library
 
 
-def mapped(path: str | Path) -> Structure:
-    """Return the array of a .npy file, or the named arrays of a .safetensors file, without reading them.
+def open_memmap(path: str | Path) -> Structure:
+    """Return the array of a .npy file, or a mapping of a .safetensors file's arrays, without loading them.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp()) / "update.npy"
     >>> np.save(file, np.arange(3.0))
-    >>> float(mapped(file).sum())
+    >>> float(open_memmap(file).sum())
     3.0
     """
     path = Path(path)
     if path.suffix not in (".npy", ".safetensors"):
-        raise FedcontextError(f"{path}: must end in .npy or .safetensors")
+        raise FedcontextError(f"{path}: must be a .npy or .safetensors file")
     try:
         if path.suffix == ".npy":
             return np.lib.format.open_memmap(path, mode="r")
         return _safetensors(path)
     except UNREADABLE as error:
-        raise FedcontextError(f"{path}: cannot be mapped ({error})") from None
+        raise FedcontextError(f"{path}: cannot be memory-mapped ({error})") from None
 
 
 def _safetensors(path: Path) -> dict[str, Any]:
-    """Return the tensors of a file that starts with the length of its JSON header, the header, then the bytes."""
+    """Return the tensors of a file that holds the length of a JSON header, the header, then the data."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(HEADER_LIMIT, path.stat().st_size):
-            raise ValueError(f"header of {length} bytes")
+            raise ValueError(f"the header cannot have {length} bytes")
         header = json.loads(file.read(length))
     if not isinstance(header, dict):
-        raise ValueError(f"header is no mapping but {type(header).__name__}")
+        raise ValueError(f"the header must be a mapping, got {type(header).__name__}")
     content = np.memmap(path, np.uint8, "r", offset=8 + length)
     return {name: _tensor(content, entry) for name, entry in header.items() if name != "__metadata__"}
 
@@ -63,7 +63,7 @@ def _safetensors(path: Path) -> dict[str, Any]:
 def _tensor(content: Any, entry: dict[str, Any]) -> Any:
     start, stop = entry["data_offsets"]
     if entry["dtype"] not in DTYPES:
-        raise ValueError(f"NumPy has no {entry['dtype']}: save it as one of {', '.join(DTYPES)}")
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {entry['dtype']}")
     dtype = np.dtype(DTYPES[entry["dtype"]])
     if not 0 <= start <= stop <= content.size or stop - start != math.prod(entry["shape"]) * dtype.itemsize:
         raise ValueError(f"tensor of {entry['dtype']} {entry['shape']} at {start}..{stop} of {content.size} bytes")

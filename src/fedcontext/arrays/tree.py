@@ -1,17 +1,15 @@
-"""Framework arrays, block by block: with `tensors`, the only room that touches NumPy, PyTorch and JAX arrays alike.
+"""Models as trees of arrays, and the `Framework` that computes with the arrays of one library.
 
-A model is a structure of leaves: one array, or lists, tuples and mappings of them. `leaves` lays it out as
-one flat mapping from names to arrays, `rebuild` undoes that. The arithmetic is in float64 (but for products of
-float32, where the caller can do with less), in blocks, so that the extra memory does not grow with the model.
+A model is an array, or nested lists, tuples and mappings of arrays. `leaves` returns its arrays by name, `rebuild` is
+the inverse, `map_leaves` applies a function to each array.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -25,7 +23,7 @@ Structure: TypeAlias = Any  # an Array, or a list, tuple or mapping of Structure
 Leaves: TypeAlias = dict[str, Array]
 
 SCRATCH = 16 * 2**20  # bytes of a float64 block; at most four of them are in memory at once
-COMPILED_FROM = 2**20  # entries in all, from which compiled sums pay for being loaded
+LARGEST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.40e38, "float64": 1.79e308}
 
 
 def leaves(structure: Structure, name: str = "") -> Leaves:
@@ -36,220 +34,119 @@ def leaves(structure: Structure, name: str = "") -> Leaves:
     >>> leaves([np.zeros(3), {"a": np.ones(1)}]).keys()
     dict_keys(['0', '1/a'])
     """
-    found: Leaves = {}
-    _lay_out(structure, name, found)
-    return found
+    collected: Leaves = {}
+    _collect(structure, name, collected)
+    return collected
 
 
-def _lay_out(structure: Structure, name: str, found: Leaves) -> None:
+def _collect(structure: Structure, name: str, collected: Leaves) -> None:
     if isinstance(structure, list | tuple):
         children: Iterable[tuple[object, Structure]] = enumerate(structure)
-    elif not hasattr(structure, "shape") and isinstance(structure, Mapping):  # which takes long to ask of an array
+    elif not hasattr(structure, "shape") and isinstance(structure, Mapping):  # the first test is faster for arrays
         children = structure.items()
     else:
-        framework(structure, name)  # refuses what is no array
-        if name in found:
+        framework(structure, name)  # raises unless it is an array
+        if name in collected:
             raise FedcontextError(f"two leaves are called {name!r}")
-        found[name] = structure
+        collected[name] = structure
         return
     for key, child in children:
-        _lay_out(child, f"{name}/{key!s}" if name else str(key), found)
+        _collect(child, _child_name(name, key), collected)
 
 
-def rebuild(like: Structure, values: Mapping[str, Array]) -> Structure:
+def _child_name(name: str, key: object) -> str:
+    return f"{name}/{key!s}" if name else str(key)
+
+
+def rebuild(like: Structure, values: Mapping[str, Any]) -> Structure:
     """Return ``values`` in the structure of ``like``: the inverse of `leaves`.
 
     >>> rebuild([0, (1, 2)], {"0": "a", "1/0": "b", "1/1": "c"})
     ['a', ('b', 'c')]
     """
-    remaining = iter(values.values())
 
-    def build(node: Structure) -> Structure:
+    def build(node: Structure, name: str) -> Structure:
         if isinstance(node, Mapping):
             kind = OrderedDict if isinstance(node, OrderedDict) else dict
-            return kind((key, build(child)) for key, child in node.items())
-        if isinstance(node, list):
-            return [build(child) for child in node]
-        if isinstance(node, tuple):
-            children = [build(child) for child in node]
+            return kind((key, build(child, _child_name(name, key))) for key, child in node.items())
+        if isinstance(node, list | tuple):
+            children = [build(child, _child_name(name, index)) for index, child in enumerate(node)]
+            if isinstance(node, list):
+                return children
             return type(node)(*children) if hasattr(node, "_fields") else tuple(children)
-        return next(remaining)
+        return values[name]
 
-    return build(like)
+    return build(like, "")
+
+
+def map_leaves(function: Callable[..., Any], *structures: Structure) -> Structure:
+    """Return ``function(leaf, ...)`` for each leaf of structures with the same leaf names, in the first one's structure.
+
+    >>> map_leaves(lambda w, step: w + step, {"w": np.ones(2)}, {"w": np.array([1.0, 2.0])})
+    {'w': array([2., 3.])}
+    """
+    first, *others = [leaves(structure) for structure in structures]
+    for other in others:
+        if other.keys() != first.keys():
+            raise FedcontextError(f"structures must have the same leaves, got {list(first)} and {list(other)}")
+    return rebuild(structures[0], {name: function(leaf, *(o[name] for o in others)) for name, leaf in first.items()})
 
 
 class Framework(Protocol):
-    """What one array library must offer: inner products summed in float64, and a sum written back in its own type."""
+    """The operations that each array library provides; all sums are in float64.
+
+    ``scratch`` is the number of bytes of a block of temporary float64 values.
+    """
 
     name: str
 
     def place(self, array: Array) -> object:
-        """Return where the array lives: arrays of one model must live together."""
+        """Return the device (or sharding) of the array; all arrays of a model must be on the same one."""
         ...
 
-    def products(
-        self, rows: Sequence[Array], columns: Sequence[Array], scratch: int, quick: bool = False
-    ) -> tuple[FloatArray, bool]:
-        """Return (K, K + P), the inner products of the rows with themselves and with the columns, summed in float64.
+    def products(self, rows: Sequence[Array], columns: Sequence[Array], scratch: int) -> FloatArray:
+        """Return (K, K + P), the inner products of the rows with themselves, then with the columns."""
+        ...
 
-        And whether they are exact to float64: with ``quick``, float32 may be multiplied in float32.
+    def combine(
+        self, base: Array, rows: Sequence[Array], weights: FloatArray, scratch: int, out: Array | None = None
+    ) -> Array:
+        """Return ``base + Σ weights · rows`` with the dtype and device of ``base``, written to ``out`` if given.
+
+        Integers are rounded; raises OverflowError if the dtype cannot represent one.
         """
         ...
 
-    def combine(
-        self, base: Array, rows: Sequence[Array], weights: FloatArray, scratch: int, out: Array | None = None
-    ) -> Array:
-        """Return ``base + Σ weights · rows`` in the type and place of ``base``, in ``out`` if given; integers rounded.
-
-        Whole numbers that the type cannot hold are an OverflowError: they would come out as others.
-        """
-        ...
-
-    def vectors(self, arrays: Sequence[Array]) -> FloatArray:
-        """Return the arrays as the rows of a NumPy matrix."""
-        ...
-
     def largest(self, array: Array, scratch: int) -> float:
-        """Return the largest absolute value, or a larger finite number (or 0 for less than 1e-19); NaN where one is NaN."""
+        """Return the largest absolute value, 0 for an empty array; NaN if an entry is NaN."""
         ...
 
     def writable(self, array: Array) -> bool:
-        """Return whether results can be written into the array."""
+        """Return whether results can be written into the array: it must be contiguous and mutable."""
         ...
-
-
-class _NumPy:
-    name = "NumPy"
-
-    def place(self, array: Array) -> object:
-        return "cpu"
-
-    def products(
-        self, rows: Sequence[Array], columns: Sequence[Array], scratch: int, quick: bool = False
-    ) -> tuple[FloatArray, bool]:
-        if compiled := _compiled([*rows, *columns]):
-            return compiled.products(rows, columns, quick), not quick or rows[0].dtype != np.float32
-        total = np.zeros((len(rows), len(rows) + len(columns)))
-        for start, stop in blocks(rows[0].size, len(rows) + len(columns), scratch):
-            block = self._load([*rows, *columns], start, stop)
-            total += block[: len(rows)] @ block.T
-        return total, True
-
-    def combine(
-        self, base: Array, rows: Sequence[Array], weights: FloatArray, scratch: int, out: Array | None = None
-    ) -> Array:
-        result = np.empty(base.shape, base.dtype) if out is None else out
-        if compiled := _compiled([base, result, *rows]):
-            compiled.combine(base, rows, weights, result)
-            return result
-        flat = result.reshape(-1)
-        for start, stop in blocks(base.size, len(rows) + 1, scratch):
-            block = self._load([base, *rows], start, stop)
-            total = block[0] + weights @ block[1:]
-            with np.errstate(over="ignore"):  # the door refuses a result that overflows
-                flat[start:stop] = total if kind_of(base) == "floating" else held(np.rint(total), base)
-        return result
-
-    def vectors(self, arrays: Sequence[Array]) -> FloatArray:
-        return self._load(arrays, 0, arrays[0].size)
-
-    def largest(self, array: Array, scratch: int) -> float:
-        if array.dtype in (np.float32, np.float64) and array.flags.c_contiguous:
-            with np.errstate(over="ignore", invalid="ignore"):
-                length = math.sqrt(np.vdot(array, array))  # one pass instead of two
-            if math.isfinite(length):
-                return length
-        pieces = (_piece(array, start, stop) for start, stop in blocks(array.size, 1, scratch))
-        ends = (float(end) for piece in pieces for end in (piece.max(), -piece.min()))
-        return max(ends, key=lambda end: np.inf if np.isnan(end) else end, default=0.0)
-
-    def writable(self, array: Array) -> bool:
-        return bool(array.flags.writeable and array.flags.c_contiguous)
-
-    def _load(self, arrays: Sequence[Array], start: int, stop: int) -> FloatArray:
-        block = np.empty((len(arrays), stop - start))
-        for row, array in zip(block, arrays, strict=True):
-            row[:] = _piece(array, start, stop)
-        return block
-
-
-def _piece(array: Array, start: int, stop: int) -> Array:
-    """Return some of an array's entries, in C order; where they lie in another one, only these are copied."""
-    return array.reshape(-1)[start:stop] if array.flags.c_contiguous else array.flat[start:stop]
-
-
-class _JAX(_NumPy):
-    """JAX arrays are read as NumPy arrays (float64 needs no switch there) and put back where they were."""
-
-    name = "JAX"
-
-    def place(self, array: Array) -> object:
-        return array.sharding
-
-    def products(
-        self, rows: Sequence[Array], columns: Sequence[Array], scratch: int, quick: bool = False
-    ) -> tuple[FloatArray, bool]:
-        hosts = [np.asarray(row) for row in rows], [np.asarray(column) for column in columns]
-        return super().products(*hosts, scratch, quick)
-
-    def combine(
-        self, base: Array, rows: Sequence[Array], weights: FloatArray, scratch: int, out: Array | None = None
-    ) -> Array:
-        import jax
-
-        host = super().combine(np.asarray(base), [np.asarray(row) for row in rows], weights, scratch)
-        return jax.device_put(host, base.sharding)
-
-    def vectors(self, arrays: Sequence[Array]) -> FloatArray:
-        return super().vectors([np.asarray(array) for array in arrays])
-
-    def largest(self, array: Array, scratch: int) -> float:
-        return super().largest(np.asarray(array), scratch)
-
-    def writable(self, array: Array) -> bool:
-        return False
-
-
-def held(whole: Array, base: Array) -> Array:
-    """Return float64 whole numbers if the integer type of ``base`` can hold them; else an OverflowError.
-
-    >>> held(np.array([255.0]), np.zeros(1, np.uint8))
-    array([255.])
-    """
-    limits = np.iinfo(str(base.dtype).removeprefix("torch."))
-    if whole.min() < limits.min or whole.max() >= float(limits.max) + 1:  # 2^63 - 1 itself is no float64
-        raise OverflowError
-    return whole
-
-
-def _compiled(arrays: Sequence[Array]) -> Any:
-    """Return the compiled sums where they are installed, pay, and can read these arrays; else None."""
-    if arrays[0].size * len(arrays) < COMPILED_FROM or find_spec("numba") is None:
-        return None
-    if any(a.dtype not in (np.float32, np.float64) or a.dtype != arrays[0].dtype for a in arrays):
-        return None
-    if not all(a.flags.c_contiguous and a.flags.aligned for a in arrays):
-        return None
-    from fedcontext.arrays import gram
-
-    return gram
-
-
-_FRAMEWORKS: dict[str, Framework] = {"numpy": _NumPy(), "jax": _JAX(), "jaxlib": _JAX()}
 
 
 @cache
-def _of_module(name: str) -> Framework | None:
-    library = name.split(".")[0]
+def _framework_of_module(module: str) -> Framework | None:
+    """Return the framework whose arrays are defined in ``module``; each is imported when its arrays are first seen."""
+    library = module.partition(".")[0]
+    if library == "numpy":
+        from fedcontext.arrays.numpy import NUMPY
+
+        return NUMPY
     if library == "torch":
-        from fedcontext.arrays.torch import TORCH  # which builds on this module
+        from fedcontext.arrays.torch import TORCH
 
         return TORCH
-    return _FRAMEWORKS.get(library)
+    if library in ("jax", "jaxlib"):
+        from fedcontext.arrays.jax import JAX
+
+        return JAX
+    return None
 
 
 def framework(array: Array, name: str = "") -> Framework:
-    """Return the arithmetic for this array's library.
+    """Return the `Framework` of an array; ``name`` is the leaf's name in the error if it is not an array.
 
     >>> framework(np.zeros(2)).name
     'NumPy'
@@ -258,16 +155,16 @@ def framework(array: Array, name: str = "") -> Framework:
     ...
     fedcontext.errors.FedcontextError: leaf 'bias' must be a NumPy, PyTorch or JAX array, got float
     """
-    found = _of_module(type(array).__module__) if hasattr(array, "shape") else None
-    if found is None and isinstance(array, np.ndarray):
-        found = _FRAMEWORKS["numpy"]  # subclasses, such as a memory-mapped file's
-    if found is None:
+    known = _framework_of_module(type(array).__module__) if hasattr(array, "shape") else None
+    if known is None and isinstance(array, np.ndarray):  # a subclass defined outside NumPy
+        known = _framework_of_module("numpy")
+    if known is None:
         raise FedcontextError(f"{leaf_name(name)} must be a NumPy, PyTorch or JAX array, got {type(array).__name__}")
-    return found
+    return known
 
 
 def leaf_name(name: str) -> str:
-    """Return how errors call a leaf.
+    """Return the name of a leaf for error messages.
 
     >>> leaf_name("fc.weight"), leaf_name("")
     ("leaf 'fc.weight'", 'the array')
@@ -288,13 +185,12 @@ def kind_of(array: Array) -> str:
 
 
 def largest_number(array: Array) -> float:
-    """Return the largest finite number that the array's dtype can hold.
+    """Return the largest finite number that the array's dtype can represent; 0 if it is not floating point.
 
     >>> largest_number(np.zeros(1, np.float16))
     65504.0
     """
-    limits = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.40e38, "float64": 1.79e308}
-    return limits.get(_dtype_name(array.dtype), 0.0)
+    return LARGEST.get(_dtype_name(array.dtype), 0.0)
 
 
 @cache
@@ -311,8 +207,17 @@ def size_of(array: Array) -> int:
     return math.prod(array.shape)
 
 
+def all_finite(array: Array, scratch: int = SCRATCH) -> bool:
+    """Return whether no entry is NaN or infinite.
+
+    >>> all_finite(np.array([1.0, np.nan]))
+    False
+    """
+    return bool(np.isfinite(framework(array).largest(array, scratch)))
+
+
 def blocks(size: int, rows: int, scratch: int = SCRATCH) -> Iterator[tuple[int, int]]:
-    """Yield the bounds that cut ``size`` entries so that ``rows`` float64 rows fit ``scratch`` bytes.
+    """Yield (start, stop) of consecutive blocks of ``size`` entries whose ``rows`` float64 rows fit in ``scratch`` bytes.
 
     >>> list(blocks(5, 1))
     [(0, 5)]
@@ -322,10 +227,13 @@ def blocks(size: int, rows: int, scratch: int = SCRATCH) -> Iterator[tuple[int, 
         yield start, min(start + width, size)
 
 
-def all_finite(array: Array, scratch: int = SCRATCH) -> bool:
-    """Return whether no entry is NaN or infinite.
+def check_integers(values: Array, like: Array) -> Array:
+    """Return float64 integers unchanged if the dtype of ``like`` can represent them; else raise OverflowError.
 
-    >>> all_finite(np.array([1.0, np.nan]))
-    False
+    >>> check_integers(np.array([255.0]), np.zeros(1, np.uint8))
+    array([255.])
     """
-    return bool(np.isfinite(framework(array).largest(array, scratch)))
+    limits = np.iinfo(_dtype_name(like.dtype))
+    if values.min() < limits.min or values.max() >= float(limits.max) + 1:  # float64 cannot represent 2^63 - 1
+        raise OverflowError(f"{like.dtype} cannot represent {values.min():g} to {values.max():g}")
+    return values

@@ -1,4 +1,4 @@
-"""Contextual aggregation inside Flower: a strategy that wraps any other, and helpers for the devices' side."""
+"""Contextual aggregation for Flower: a strategy around FedAvg or FedProx, and helpers for client apps."""
 
 from fedcontext.errors import require
 

@@ -1,30 +1,38 @@
-"""What travels between server and devices: the names of records, and arrays as views of the bytes that came."""
+"""The wire format shared by server and clients: message types, record names, and arrays read without a copy."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from io import BytesIO
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from flwr.app import Array, ArrayRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Message, RecordDict
 
 from fedcontext.errors import FedcontextError
 
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 
-WHOAMI, QUERY_GRADIENT, TRAIN = "query.whoami", "query.gradient", "train"  # types of messages
-ARRAYS, UPDATE, GRADIENT = "arrays", "fedcontext.update", "fedcontext.gradient"  # records of arrays
-IDENTITY = "fedcontext.identity"  # record with a device's number
-ASKED = "fedcontext.asked"  # in a message's config: which records the server wants, with spaces between
-SAMPLES = "num-examples"  # in a reply's metrics, as everywhere in Flower
-EPOCHS = "local-epochs"  # in a message's config, where devices are given their own number
+# message types
+TRAIN = "train"
+QUERY_GRADIENT = "query.gradient"
+QUERY_WHOAMI = "query.whoami"
+# record names
+ARRAYS = "arrays"
+UPDATE = "fedcontext.update"
+GRADIENT = "fedcontext.gradient"
+IDENTITY = "fedcontext.identity"  # ConfigRecord with the node's partition-id
+# keys of a message's config
+REQUEST = "fedcontext.request"  # space-separated names of the records that the server wants
+EPOCHS = "local-epochs"  # set if the strategy draws the epochs
+# keys of a reply's metrics
+SAMPLES = "num-examples"
 
 
 def record_of(arrays: Mapping[str, npt.NDArray[Any]]) -> ArrayRecord:
-    """Return arrays by name as Flower's record.
+    """Return named arrays as a Flower `ArrayRecord`.
 
     >>> list(record_of({"w": np.zeros(2)}))
     ['w']
@@ -33,7 +41,7 @@ def record_of(arrays: Mapping[str, npt.NDArray[Any]]) -> ArrayRecord:
 
 
 def arrays_of(record: ArrayRecord) -> Arrays:
-    """Return the arrays of a record by name, as read-only views: nothing is copied.
+    """Return the named arrays of a record as read-only views of its bytes.
 
     >>> arrays_of(record_of({"w": np.ones((2, 1))}))
     {'w': array([[1.],
@@ -43,7 +51,7 @@ def arrays_of(record: ArrayRecord) -> Arrays:
 
 
 def view(array: Array) -> npt.NDArray[Any]:
-    """Return what an `Array` holds as a view of its bytes, which are believed in nothing.
+    """Return a Flower `Array` as a read-only view of its bytes, which are untrusted and checked first.
 
     >>> view(Array("float64", (2,), "numpy.ndarray", b"something else"))
     Traceback (most recent call last):
@@ -58,39 +66,41 @@ def view(array: Array) -> npt.NDArray[Any]:
         if dtype.hasobject or flat.nbytes + stream.tell() != len(array.data):
             raise ValueError("length")
         return flat.reshape(shape, order="F" if fortran else "C")
-    except Exception:  # NumPy's parser of headers raises many kinds, and a stranger chose the bytes
+    except Exception:  # NumPy's header parser raises many kinds of errors on malformed input
         raise FedcontextError("an array cannot be read: it is not in NumPy's format") from None
 
 
-def size(record: ArrayRecord) -> int:
-    """Return the bytes of a record's arrays."""
-    return sum(len(array.data) for array in record.values())
+def array_bytes(messages: Iterable[Message]) -> int:
+    """Return the total size of the arrays in ``messages``; error replies have none."""
+    contents = (message.content for message in messages if message.has_content())
+    records = (record for content in contents for record in content.array_records.values())
+    return sum(len(array.data) for record in records for array in record.values())
 
 
-def number_in(content: RecordDict, *names: str) -> float:
-    """Return the first number under one of ``names`` in the reply's metrics; NaN where there is none.
+def metric(content: RecordDict, *names: str) -> float:
+    """Return the first numeric metric under one of ``names``, or NaN.
 
-    >>> number_in(RecordDict(), "num-examples")
+    >>> metric(RecordDict(), "num-examples")
     nan
     """
     values = [metrics.get(name) for name in names for metrics in content.metric_records.values()]
     return next((float(value) for value in values if isinstance(value, int | float)), math.nan)
 
 
-def shown(text: str) -> str:
-    """Return a stranger's words fit for logs and records: one short line of printable characters.
-
-    >>> shown("an error" + chr(27) + "[2J")
-    'an error[2J'
-    """
-    return "".join(character for character in text if character.isprintable())[:200]
-
-
 def config_of(content: RecordDict) -> dict[str, Any]:
-    """Return the settings that came with a message.
+    """Return all settings of a message's config records.
 
     >>> from flwr.app import ConfigRecord
     >>> config_of(RecordDict({"config": ConfigRecord({"lr": 0.1})}))
     {'lr': 0.1}
     """
     return {key: value for record in content.config_records.values() for key, value in record.items()}
+
+
+def printable(text: str) -> str:
+    """Return untrusted text fit for logs and records: at most 200 printable characters.
+
+    >>> printable("an error" + chr(27) + "[2J")
+    'an error[2J'
+    """
+    return "".join(character for character in text if character.isprintable())[:200]

@@ -1,182 +1,154 @@
-"""What a federation writes down: metrics for Flower, records for our reports, checkpoints to go on from."""
+"""What a run writes: metrics for Flower, a record per round for reports, a checkpoint to resume from."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Message, MetricRecord, RecordDict
-from flwr.serverapp.strategy import Strategy
+from flwr.app import MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAvg
 
 from fedcontext import checkpoint, records
-from fedcontext.aggregation import Aggregation
 from fedcontext.errors import FedcontextError
-from fedcontext.flower.protocol import Arrays
+from fedcontext.flower.exclusion import Outcome
+from fedcontext.flower.protocol import Arrays, metric
 from fedcontext.records import RoundRecord
-from fedcontext.rules import Rule, State
-from fedcontext.simulation import curvature_along
+from fedcontext.rules import State
 
 log = logging.getLogger("flwr")
-LOSS = ("loss", "eval_loss", "eval-loss")  # what apps call it
+LOSS = ("loss", "eval_loss", "eval-loss")  # names that apps use
 ACCURACY = ("accuracy", "eval_acc", "eval_accuracy", "eval-acc", "eval-accuracy")
 
 
-class History:
-    """The run so far: how many rounds, what the rule remembers, and the files where that is kept."""
+@dataclass(frozen=True)
+class RunState:
+    """What a run carries from round to round."""
 
-    def __init__(self, records_at: str | Path | None, checkpoint_at: str | Path | None, name: str) -> None:
-        self._records = Path(records_at) if records_at else None
-        self._checkpoint = Path(checkpoint_at) if checkpoint_at else None
-        self._settings: dict[str, Any] = {"dataset": name}
-        self._identity: dict[str, Any] = {}  # what a checkpoint must have been made with
-        self._open: RoundRecord | None = None
-        self._result: Aggregation | None = None
-        self._loss: float | None = None  # at the params, where known
-        self._judged: dict[str, float] = {}
-        self.number = 0  # rounds done
-        self.lost = 0  # rounds lost in a row
-        self.rule_state: State = None
-        self.excluded: dict[int, str] = {}  # in the last round
+    number: int  # of completed rounds
+    params: Arrays
+    rule: State = None
+    loss: float | None = None  # at params, if known
+    lost: int = 0  # consecutive lost rounds
 
-    def begin(self, initial: Arrays, identity: Mapping[str, Any], settings: Mapping[str, Any]) -> Arrays | None:
-        """Return the params of the checkpoint, and remember its round; None where there is nothing to go on from.
 
-        A checkpoint whose facts differ from ``identity`` is refused: its rounds would not be this run's.
+class RunLog:
+    """The records file and the checkpoint of a run; either may be absent."""
+
+    def __init__(self, records_file: str | Path | None, checkpoint_file: str | Path | None) -> None:
+        self._records = Path(records_file) if records_file else None
+        self._checkpoint = Path(checkpoint_file) if checkpoint_file else None
+        self._manifest: dict[str, Any] = {}
+        self._identity: dict[str, Any] = {}
+
+    @contextmanager
+    def open(self, initial: Arrays, identity: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[RunState]:
+        """Yield the state to start from, and hold the checkpoint against other processes meanwhile.
+
+        Raises `FedcontextError` if the checkpoint was made with another ``identity``: its rounds would not be this run's.
         """
-        self._settings |= settings
-        self._identity = json.loads(json.dumps(identity, default=str))  # as it comes back from a file
-        if not (self._checkpoint and self._checkpoint.exists()):
-            if self._records:
-                self._records.parent.mkdir(parents=True, exist_ok=True)
-                self._records.write_text("", encoding="utf-8")
-            return None
-        found = checkpoint.load(self._checkpoint, initial)
-        for what, value in self._identity.items():
-            if found.facts.get(what) != value:
-                raise FedcontextError(f"{self._checkpoint}: {what} must be {value!r}, got {found.facts.get(what)!r}")
-        self.number, self.lost, self._loss = (found.facts[name] for name in ("number", "lost", "loss"))
-        self.rule_state = found.rule
+        self._manifest, self._identity = dict(settings), json.loads(json.dumps(identity, default=str))
+        if self._checkpoint is None:
+            yield self._new(initial)
+            return
+        with checkpoint.lock(self._checkpoint):
+            yield self._resumed(self._checkpoint, initial) if self._checkpoint.exists() else self._new(initial)
+
+    def _new(self, initial: Arrays) -> RunState:
         if self._records:
-            records.truncate_run(self._records, self.number)
-        log.info("going on after round %d, from %s", self.number, self._checkpoint)
-        params: Arrays = found.params
-        return params
+            self._records.parent.mkdir(parents=True, exist_ok=True)
+            self._records.write_text("", encoding="utf-8")
+        return RunState(0, initial)
 
-    def note(
-        self,
-        number: int,
-        rule: Rule | None,
-        devices: Sequence[int],
-        result: Aggregation | None,
-        excluded: dict[int, str],
-        bytes_down: int,
-        bytes_up: int,
-    ) -> None:
-        """Remember how the round's aggregation went, until `close`."""
-        self.lost = 0 if result else self.lost + 1
-        self.excluded = dict(sorted(excluded.items()))
-        if result:
-            self.rule_state = result.state
-        self._result = result
-        self._open = RoundRecord(
-            number=number,
-            loss=None,
-            accuracy=None,
-            devices=list(devices) if result else [],
-            weights=result.weights.tolist() if result else [],
-            promised_change=result.promised_change if result else None,
-            measured_change=None,
-            smoothness=rule.smoothness if rule else None,
-            curvature=None,
-            condition=result.geometry.condition if result else None,
-            seconds=0.0,
-            bytes_down=bytes_down,
-            bytes_up=bytes_up,
-            excluded=self.excluded,
-            lost=result is None,
-        )
+    def _resumed(self, path: Path, initial: Arrays) -> RunState:
+        saved = checkpoint.load(path, initial)
+        for name, value in self._identity.items():
+            if saved.facts.get(name) != value:
+                raise FedcontextError(
+                    f"{path}: {name} must be {value!r} as in this run, got {saved.facts.get(name)!r}: "
+                    "use the settings of the checkpoint, or another file"
+                )
+        number, loss, lost = (saved.facts[name] for name in ("number", "loss", "lost"))
+        if self._records:
+            records.truncate_run(self._records, number)
+        log.info("Resuming after round %d from %s", number, path)
+        return RunState(number, saved.params, saved.rule, loss, lost)
 
-    def judge(self, metrics: MetricRecord) -> None:
-        """Remember loss and accuracy; a later judgement stands before an earlier one."""
-        for what, names in (("loss", LOSS), ("accuracy", ACCURACY)):
-            values = [metrics[name] for name in names if name in metrics]
-            if values and isinstance(values[0], int | float):
-                self._judged[what] = float(values[0])
-        if self._open is None:  # before the first round
-            self._loss = self._judged.pop("loss", None)
-
-    def close(self, number: int, params: Arrays, seconds: float) -> None:
-        """Write the round's record, then its checkpoint: a crash between the two only repeats the round."""
-        loss, accuracy = self._judged.get("loss"), self._judged.get("accuracy")
-        change = None if loss is None or self._loss is None else loss - self._loss
-        if self._open is not None and self._records is not None:
-            bent = curvature_along(self._result, change) if self._result and change is not None else None
-            judged: dict[str, Any] = {"loss": loss, "accuracy": accuracy, "measured_change": change, "curvature": bent}
-            record = replace(self._open, **judged, seconds=seconds)
+    def write(self, state: RunState, record: RoundRecord | None) -> None:
+        """Write a round's record, then its checkpoint: after a crash between the two the round is repeated."""
+        if self._records and record:
             with self._records.open("a", encoding="utf-8") as file:
-                list(records.stream_records(self._settings, [record], file))
-        self.number, self._loss, self._judged = number, loss, {}
-        self._open = self._result = None
-        if self._checkpoint is not None:
-            facts = {**self._identity, "number": number, "lost": self.lost, "loss": loss}
-            checkpoint.save(self._checkpoint, params, self.rule_state, facts, after=self._records)
+                list(records.stream_records(self._manifest, [record], file))
+        if self._checkpoint:
+            facts = {**self._identity, "number": state.number, "lost": state.lost, "loss": state.loss}
+            checkpoint.save(self._checkpoint, state.params, state.rule, facts, after=self._records)
 
 
-def round_metrics(
-    metrics: MetricRecord, devices: Sequence[int], result: Aggregation | None, excluded: Mapping[int, str]
-) -> MetricRecord:
-    """Return the devices' own metrics with what the rule did beside them."""
+def round_record(
+    number: int,
+    outcome: Outcome,
+    loss_before: float | None,
+    evaluation: Mapping[str, float],
+    seconds: float,
+) -> RoundRecord:
+    """Return the record of a round, with the loss and accuracy of its ``evaluation`` if there was one."""
+    aggregation, loss = outcome.aggregation, evaluation.get("loss")
+    change = None if loss is None or loss_before is None else loss - loss_before
+    return RoundRecord(
+        number=number,
+        loss=loss,
+        accuracy=evaluation.get("accuracy"),
+        devices=outcome.devices,
+        weights=aggregation.weights.tolist() if aggregation else [],
+        promised_change=aggregation.promised_change if aggregation else None,
+        measured_change=change,
+        smoothness=outcome.rule.smoothness,
+        curvature=aggregation.curvature(change) if aggregation and change is not None else None,
+        condition=aggregation.condition if aggregation else None,
+        seconds=seconds,
+        bytes_down=outcome.bytes_down,
+        bytes_up=outcome.bytes_up,
+        excluded=dict(sorted(outcome.excluded.items())),
+        lost=aggregation is None,
+    )
+
+
+def round_metrics(outcome: Outcome, strategy: FedAvg) -> MetricRecord:
+    """Return the clients' training metrics, aggregated by ``strategy``, and those of the aggregation."""
+    aggregation = outcome.aggregation
     ours: dict[str, Any] = {
-        "devices": list(devices) if result else [],
-        "weights": result.weights.tolist() if result else [],
-        "promised-change": result.promised_change if result else math.nan,
-        "condition": result.geometry.condition if result else math.nan,
-        "excluded": sorted(excluded),
-        "lost": int(result is None),
+        "devices": outcome.devices,
+        "weights": aggregation.weights.tolist() if aggregation else [],
+        "promised-change": aggregation.promised_change if aggregation else math.nan,
+        "condition": math.nan if aggregation is None or aggregation.condition is None else aggregation.condition,
+        "excluded": sorted(outcome.excluded),
+        "lost": int(aggregation is None),
     }
-    return MetricRecord({**metrics, **{f"fedcontext.{name}": value for name, value in ours.items()}})
+    trained = [reply.content for reply in outcome.replies if reply.task.group]
+    return MetricRecord({**_client_metrics(trained, strategy), **{f"fedcontext.{k}": v for k, v in ours.items()}})
 
 
-def client_metrics(inner: Strategy, contents: Sequence[RecordDict], samples_key: str) -> MetricRecord:
-    """Return the inner strategy's summary of the devices' training metrics; none where they do not fit together."""
-    summarise = getattr(inner, "train_metrics_aggr_fn", None)
-    if summarise is None or not contents:
-        return MetricRecord()
+def _client_metrics(contents: Sequence[RecordDict], strategy: FedAvg) -> Mapping[str, Any]:
+    if not contents:
+        return {}
     try:
-        found: MetricRecord = summarise(list(contents), samples_key)
-        return found
+        return strategy.train_metrics_aggr_fn(list(contents), strategy.weighted_by_key)
     except (ArithmeticError, LookupError, StopIteration, TypeError, ValueError) as error:
-        log.warning("the devices' training metrics cannot be summarised: %s", error)
-        return MetricRecord()
+        log.warning("the clients' training metrics cannot be aggregated: %s", error)
+        return {}
 
 
-def sound_metrics(
-    replies: Iterable[Message], device_of: Callable[[int], int | None], samples_key: str
-) -> list[Message]:
-    """Return the replies to an evaluation that can be summarised, ordered by device: sound, and of the usual form."""
-    sound = [reply for reply in replies if reply.has_content() and _is_sound(reply.content, samples_key)]
-    sound.sort(key=lambda reply: device_of(reply.metadata.src_node_id) or 0)
-    forms = [_form(reply.content) for reply in sound]
-    usual = Counter(forms).most_common(1)
-    return [reply for reply, form in zip(sound, forms, strict=True) if form == usual[0][0]]
+def loss_and_accuracy(metrics: MetricRecord) -> dict[str, float]:
+    """Return the loss and the accuracy in ``metrics``, if there, under these names.
 
-
-def _form(content: RecordDict) -> tuple[object, ...]:
-    """Return the names of the metrics, and how long those are that are lists."""
-    ((name, metrics),) = content.metric_records.items()
-    return name, *sorted((key, len(value) if isinstance(value, list) else -1) for key, value in metrics.items())
-
-
-def _is_sound(content: RecordDict, samples_key: str) -> bool:
-    records_found = list(content.metric_records.values())
-    if len(records_found) != 1:
-        return False
-    values = [v for value in records_found[0].values() for v in (value if isinstance(value, list) else [value])]
-    samples = records_found[0].get(samples_key)
-    return all(math.isfinite(v) for v in values) and isinstance(samples, int | float) and samples > 0
+    >>> loss_and_accuracy(MetricRecord({"eval_loss": 0.5, "lr": 0.1}))
+    {'loss': 0.5}
+    """
+    content = RecordDict({"metrics": metrics})
+    values = {"loss": metric(content, *LOSS), "accuracy": metric(content, *ACCURACY)}
+    return {name: value for name, value in values.items() if not math.isnan(value)}

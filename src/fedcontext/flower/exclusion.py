@@ -1,0 +1,144 @@
+"""Aggregation of the replies that are usable; each of the others is excluded with a reason."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from flwr.app import Message, RecordDict
+
+from fedcontext.aggregation import Aggregation, aggregate
+from fedcontext.arrays.tree import all_finite, leaf_name
+from fedcontext.errors import FedcontextError
+from fedcontext.flower.messages import Reply
+from fedcontext.flower.protocol import Arrays, printable
+from fedcontext.geometry import Report, measure
+from fedcontext.rules import Rule, State
+from fedcontext.validation import select_leaves, validate
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the replies of a round are aggregated."""
+
+    min_replies: int = 1
+    probe_averaging: Literal["samples", "mean"] = "samples"
+    layers: Sequence[str | int] | None = None  # that enter the geometry; None: all
+    buffers: Sequence[str | int] = ()  # averaged instead of weighted
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The aggregation of one round."""
+
+    rule: Rule
+    aggregation: Aggregation | None  # None: the round is lost and the model unchanged
+    devices: list[int]  # whose updates were applied, in the order of the weights
+    replies: Sequence[Reply]  # that were used, in the order of the tasks
+    excluded: dict[int, str]  # device: reason
+    reason: str = ""  # why the round is lost
+    bytes_down: int = 0  # of arrays sent
+    bytes_up: int = 0  # of arrays received
+
+
+def aggregate_usable(
+    params: Arrays, replies: Sequence[Reply], excluded: dict[int, str], rule: Rule, state: State, settings: Settings
+) -> Outcome:
+    """Return the aggregation of the usable ``replies``, with the unusable ones added to those ``excluded`` before.
+
+    All replies are aggregated at once; only if that fails is each of them checked alone.
+    """
+    buffers = select_leaves("buffers", settings.buffers, params) | _leaves_without_gradient(params, replies)
+    try:
+        aggregation = _aggregate(params, replies, rule, state, settings, buffers)
+        devices = [reply.task.device for reply in replies if reply.task.group == "cohort"]
+        return Outcome(rule, aggregation, devices, replies, excluded)
+    except (FedcontextError, np.linalg.LinAlgError) as error:
+        defects = {reply.task.device: _defect(params, reply, buffers, settings.layers) for reply in replies}
+        unusable = {device: defect for device, defect in defects.items() if defect}
+        if not unusable:
+            return Outcome(rule, None, [], replies, excluded, str(error))
+    usable = [reply for reply in replies if reply.task.device not in unusable]
+    return aggregate_usable(params, usable, {**excluded, **unusable}, rule, state, settings)
+
+
+def _aggregate(
+    params: Arrays, replies: Sequence[Reply], rule: Rule, state: State, settings: Settings, buffers: set[str]
+) -> Aggregation:
+    cohort = [reply for reply in replies if reply.task.group == "cohort"]
+    probes = [reply for reply in replies if reply.task.probe]
+    if len(cohort) < settings.min_replies:
+        raise FedcontextError(f"at least {settings.min_replies} usable updates are needed, got {len(cohort)}")
+    if "gradient" in rule.needs and not probes:
+        raise FedcontextError("no usable gradient from the probes")
+    by_samples = probes and settings.probe_averaging == "samples"
+    report = Report(
+        updates={reply.task.device: reply.update for reply in cohort},
+        samples=[reply.samples for reply in cohort],
+        gradients={reply.task.device: reply.gradient for reply in probes} or None,
+        probe_weights=[reply.samples for reply in probes] if by_samples else None,
+        own_gradients=[reply.gradient for reply in cohort] if "own gradients" in rule.needs else None,
+        pool={reply.task.device: reply.update for reply in replies if reply.task.group == "pool"},
+    )
+    return aggregate(params, report, rule=rule, layers=settings.layers, buffers=sorted(buffers), state=state)
+
+
+def _leaves_without_gradient(params: Arrays, replies: Sequence[Reply]) -> set[str]:
+    """Return the leaves that at least half of the gradients lack: buffers, such as BatchNorm's running statistics.
+
+    The majority decides, so that a device that adds or omits a leaf affects only its own reply.
+    """
+    gradients = [reply.gradient for reply in replies if reply.gradient is not None]
+    counts = Counter(name for gradient in gradients for name in gradient)
+    return {name for name in params if 2 * counts[name] <= len(gradients)} if gradients else set()
+
+
+def _defect(params: Arrays, reply: Reply, buffers: set[str], layers: Sequence[str | int] | None) -> str:
+    """Return why this reply cannot be used, or an empty string."""
+    measured = (set(params) if layers is None else select_leaves("layers", layers, params)) - buffers
+    measured = {name for name in measured if params[name].dtype.kind == "f"}
+    update = reply.update if reply.update is not None else params
+    report = Report([update], own_gradients=None if reply.gradient is None else [reply.gradient])
+    try:
+        vectors = validate(report, params, measured)
+    except FedcontextError as error:
+        reason = str(error).replace("own gradient of device 0: ", "gradient: ").replace("device 0: ", "update: ")
+        return printable(reason)
+    for what, arrays in (("update", reply.update), ("gradient", reply.gradient)):
+        for name in sorted(measured):
+            if arrays is not None and not all_finite(arrays[name]):
+                return f"{what}: {leaf_name(name)} has NaN or infinite entries"
+    norm = measure(vectors, sorted(measured)).gram
+    return "" if np.isfinite(norm).all() else "update: its squared norm overflows float64"
+
+
+def usable_evaluations(
+    replies: Iterable[Message], device_of: Callable[[int], int | None], samples_key: str
+) -> list[Message]:
+    """Return the evaluation replies with finite metrics of the most common form, sorted by device, then the errors."""
+    replies = list(replies)
+    errors = [reply for reply in replies if reply.has_error()]
+    finite = [reply for reply in replies if reply.has_content() and _has_finite_metrics(reply.content, samples_key)]
+    finite.sort(key=lambda reply: device_of(reply.metadata.src_node_id) or 0)
+    forms = [_form(reply.content) for reply in finite]
+    common = Counter(forms).most_common(1)
+    return [reply for reply, form in zip(finite, forms, strict=True) if form == common[0][0]] + errors
+
+
+def _has_finite_metrics(content: RecordDict, samples_key: str) -> bool:
+    records = list(content.metric_records.values())
+    if len(records) != 1:
+        return False
+    values = [v for value in records[0].values() for v in (value if isinstance(value, list) else [value])]
+    samples = records[0].get(samples_key)
+    return all(math.isfinite(v) for v in values) and isinstance(samples, int | float) and samples > 0
+
+
+def _form(content: RecordDict) -> tuple[object, ...]:
+    """Return the names of the metrics, with the lengths of those that are lists."""
+    ((name, metrics),) = content.metric_records.items()
+    return name, *sorted((key, len(value) if isinstance(value, list) else -1) for key, value in metrics.items())
