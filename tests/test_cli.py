@@ -187,7 +187,11 @@ def test_lost_rounds_are_printed(tmp_path):
 
 def test_algorithms_and_data_are_listed(tmp_path):
     listed = json.loads(call("algorithms", "--json", cwd=tmp_path).stdout)
-    assert {row["name"]: row["needs"] for row in listed}["folb"] == "own gradients"
+    by_name = {row["name"]: row for row in listed}
+    assert by_name["folb"]["needs"] == "own gradients"
+    assert by_name["fedadam"]["server"] == "fedadam"
+    assert (by_name["scaffold"]["keeps"], by_name["fedavg"]["keeps"]) == ("one model", "nothing")
+    assert by_name["oracle-span"]["oracle"] == "looks at all data"
     assert "fedprox-expected" in call("algorithms", cwd=tmp_path).stdout
     shown = call("data", "list", cwd=tmp_path).stdout
     names = ("synthetic-iid", "synthetic-A-B", "synthetic-A-B-N", "mnist", "femnist", "leaf:PATH")
