@@ -73,25 +73,28 @@ def lowest_step(loss: Loss, gradient: Gradient, directions: FloatArray, first: F
     array([3., 1., 0.])
     """
     basis = orthonormal(directions)
+
+    def loss_at(x: FloatArray) -> float:
+        return loss(x @ basis)
+
     x = basis @ first
-    value, at_zero = loss(x @ basis), loss(0 * first)
     scale = float(np.linalg.norm(x)) or 1.0
-    if not value <= at_zero:
-        x, value = 0 * x, at_zero
+    value, value_at_zero = loss_at(x), loss_at(0 * x)
+    if not value <= value_at_zero:
+        x, value = 0 * x, value_at_zero
     slope = basis @ gradient(x @ basis)
     inverse = np.eye(len(x)) * 0.1 * scale / (float(np.linalg.norm(slope)) or 1.0)
     for _ in range(ITERATIONS):
-        move = -inverse @ slope
-        if not slope @ move < 0:
+        direction = -inverse @ slope
+        if not slope @ direction < 0:
             break
-        size, lower = _line_search(lambda t, x=x, move=move: loss((x + t * move) @ basis), value, float(slope @ move))  # type: ignore[misc]
-        if size == 0:
-            break
-        after = basis @ gradient((x + size * move) @ basis)
-        inverse = _bfgs(inverse, size * move, after - slope)
-        x, slope, decrease, value = x + size * move, after, value - lower, lower
+        move, lower = _line_search(loss_at, x, direction, value, float(slope @ direction))
+        decrease, value = value - lower, lower
         if decrease <= TOLERANCE * abs(value):
-            break
+            return np.asarray((x + move) @ basis)
+        x, before = x + move, slope
+        slope = basis @ gradient(x @ basis)
+        inverse = _bfgs(inverse, move, slope - before)
     return np.asarray(x @ basis)
 
 
@@ -108,18 +111,23 @@ def orthonormal(directions: FloatArray) -> FloatArray:
     return np.asarray(rows * np.sign(rows.sum(axis=1, keepdims=True) + 1e-300))
 
 
-def _line_search(loss: Callable[[float], float], value: float, slope: float) -> tuple[float, float]:
-    """Return a step size and its loss: doubled while that lowers the loss, else halved until it is low enough (Armijo)."""
-    size, lowest = 1.0, loss(1.0)
+def _line_search(
+    loss: Loss, x: FloatArray, direction: FloatArray, value: float, slope: float
+) -> tuple[FloatArray, float]:
+    """Return a move along the direction and the loss after it, never above ``value``, the loss at x.
+
+    The direction itself is doubled while that lowers the loss, or halved until the loss is low enough (Armijo).
+    """
+    size, lowest = 1.0, loss(x + direction)
     if lowest <= value + 1e-4 * slope:
-        while (further := loss(2 * size)) < lowest and size < 2**10:
+        while size < 2**10 and (further := loss(x + 2 * size * direction)) < lowest:
             size, lowest = 2 * size, further
-        return size, lowest
+        return size * direction, lowest
     for _ in range(12):
         size /= 2
-        if (lowest := loss(size)) <= value + 1e-4 * size * slope:
-            return size, lowest
-    return 0.0, value
+        if (lowest := loss(x + size * direction)) <= value + 1e-4 * size * slope:
+            return size * direction, lowest
+    return 0 * direction, value
 
 
 def _bfgs(inverse: FloatArray, step: FloatArray, change: FloatArray) -> FloatArray:

@@ -207,8 +207,10 @@ class Simulation:
             step, server = self._optimizer.update(step, state.server, state.params)
             after = replace(after, server=server)
         base, trained = self._trained(state.params), self._trained(step)
-        moved = {name: base[name] + trained[name] for name in base}
-        return replace(after, params=rebuild(state.params, {**leaves(result.params), **moved}))
+        params = {**leaves(result.params), **{name: base[name] + trained[name] for name in base}}
+        if not _finite(params):
+            raise FedcontextError("the server's step left the finite numbers; lower the server learning rate")
+        return replace(after, params=rebuild(state.params, params))
 
     def _next_variates(self, state: State, report: Report) -> VariateState:
         assert self.algorithm.variates
