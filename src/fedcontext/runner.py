@@ -10,18 +10,18 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from fedcontext import checkpoint
 from fedcontext.datasets.federated import FederatedData
-from fedcontext.engines.base import Engine
+from fedcontext.engines.base import ENGINES, Engine
 from fedcontext.errors import FedcontextError, require
 from fedcontext.experiment import Experiment
 from fedcontext.model_file import check_format, save_params
-from fedcontext.records import RoundRecord, stream_records, truncate_run
+from fedcontext.records import RoundRecord, read_run, stream_records, truncate_run
 from fedcontext.simulation import Simulation, State, prepare
 from fedcontext.toml import to_toml
 
@@ -122,11 +122,59 @@ def _load_state(simulation: Simulation, path: Path) -> State:
     return State(saved.facts["number"], saved.params, loss=saved.facts["loss"], **saved.rule)
 
 
+def complete_records(experiment: Experiment, out: Path) -> list[RoundRecord] | None:
+    """Return the records of a complete run in ``out``, preferably with the engine asked for; None if there is none.
+
+    All engines compute the same rounds.
+    """
+    for engine in dict.fromkeys((experiment.engine, *ENGINES)):
+        path = out / f"{replace(experiment, engine=engine).name}.jsonl"
+        if path.is_file() and len(records := read_run(path)[1]) == experiment.rounds:
+            return records
+    return None
+
+
+def run_until_error(
+    experiment: Experiment, out: Path, on_round: OnRound = lambda experiment, record: None
+) -> list[RoundRecord]:
+    """Run an experiment and return its records, those before the error if it diverges.
+
+    The error is written to a file ``experiment.name`` with the suffix .error.
+    """
+    records: list[RoundRecord] = []
+
+    def collect(experiment: Experiment, record: RoundRecord) -> None:
+        records.append(record)
+        on_round(experiment, record)
+
+    failure = error_path(experiment, out)
+    failure.unlink(missing_ok=True)
+    try:
+        return run(experiment, out, collect)
+    except FedcontextError as error:
+        failure.parent.mkdir(parents=True, exist_ok=True)
+        failure.write_text(f"{error}\n", encoding="utf-8")
+        return records
+
+
+def error_path(experiment: Experiment, out: Path) -> Path:
+    """Return the file to which `run_until_error` writes the error that ended a run."""
+    return out / f"{experiment.name}.error"
+
+
 def run_all(
-    experiments: Sequence[Experiment], out: Path, jobs: int, on_round: OnRound = lambda experiment, record: None
+    experiments: Sequence[Experiment],
+    out: Path,
+    jobs: int,
+    on_round: OnRound = lambda experiment, record: None,
+    *,
+    run: Callable[[Experiment, Path, OnRound], list[RoundRecord]] = run,
 ) -> list[list[RoundRecord]]:
-    """Run experiments in ``jobs`` processes and return the records of each, in order."""
-    for experiment in {each.algorithm: each for each in experiments}.values():
+    """Run experiments in ``jobs`` processes and return the records of each, in order.
+
+    With ``run=run_until_error`` a run that diverges does not end the others.
+    """
+    for experiment in {(each.algorithm, each.dataset, each.model): each for each in experiments}.values():
         prepare(experiment)  # an error in the settings is raised before anything is written
     if jobs <= 1 or len(experiments) <= 1:
         return [run(experiment, out, on_round) for experiment in experiments]
@@ -136,7 +184,7 @@ def run_all(
     with _one_thread_each(), ProcessPoolExecutor(jobs, context, _init_worker, shared) as pool:
         try:
             with _interrupts(blocked=True):  # while it imports modules, a worker would answer with a traceback
-                futures = {pool.submit(_run_in_worker, experiment, out): experiment for experiment in experiments}
+                futures = {pool.submit(_run_in_worker, run, experiment, out): experiment for experiment in experiments}
             for experiment, record in completed_rounds(futures, messages):
                 on_round(experiment, record)
             return [future.result() for future in futures]
@@ -186,7 +234,9 @@ class Cancelled(Exception):
     """The run was cancelled by the process that started it."""
 
 
-def _run_in_worker(experiment: Experiment, out: Path) -> list[RoundRecord]:
+def _run_in_worker(
+    run: Callable[[Experiment, Path, OnRound], list[RoundRecord]], experiment: Experiment, out: Path
+) -> list[RoundRecord]:
     def on_round(experiment: Experiment, record: RoundRecord) -> None:
         _messages.put((experiment, record))
         if _cancel.is_set():

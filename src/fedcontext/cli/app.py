@@ -7,15 +7,26 @@ from typing import Annotated
 
 import typer
 
+from fedcontext.cli import leaderboard, report, reproduce, run
 from fedcontext.cli import list as listing
-from fedcontext.cli import report, reproduce, run
 from fedcontext.cli.options import Command
 from fedcontext.console import err
 from fedcontext.errors import FedcontextError
 from fedcontext.version import __version__
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-for command in (run.run, run.compare, reproduce.reproduce, listing.algorithms, report.report, report.export):
+COMMANDS = (
+    run.run,
+    run.compare,
+    leaderboard.tune,
+    leaderboard.leaderboard,
+    leaderboard.recommend,
+    reproduce.reproduce,
+    listing.algorithms,
+    report.report,
+    report.export,
+)
+for command in COMMANDS:
     app.command(cls=Command)(command)
 app.add_typer(listing.data_app, name="data")
 

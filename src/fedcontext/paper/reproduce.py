@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from fedcontext.engines.base import ENGINES
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
 from fedcontext.paper.experiments import SEEDS, Series, Study, experiments_of
 from fedcontext.paper.figures import RecordIndex, draw_figure
-from fedcontext.records import RoundRecord, read_run
-from fedcontext.runner import OnRound, run_all
+from fedcontext.records import RoundRecord
+from fedcontext.runner import OnRound, complete_records, run_all
 
 
 def missing_experiments(series: Sequence[Series], out: Path, quick: bool = False) -> list[Experiment]:
     """Return the experiments behind ``series`` without complete records in ``out``."""
-    return [experiment for experiment in experiments_of(series, quick) if _complete_records(experiment, out) is None]
+    return [experiment for experiment in experiments_of(series, quick) if complete_records(experiment, out) is None]
 
 
 def run_experiments(experiments: Sequence[Experiment], out: Path, jobs: int, on_round: OnRound) -> None:
@@ -37,16 +35,7 @@ def draw_figures(study: Study, index: RecordIndex, folder: Path) -> list[Path]:
 
 
 def _records(experiment: Experiment, out: Path) -> list[RoundRecord]:
-    records = _complete_records(experiment, out)
+    records = complete_records(experiment, out)
     if records is None:
         raise FedcontextError(f"{out}: no complete run {experiment.name}; run `fedcontext reproduce all --out {out}`")
     return records
-
-
-def _complete_records(experiment: Experiment, out: Path) -> list[RoundRecord] | None:
-    """Return the records of a complete run, preferably with the engine asked for: all engines compute the same rounds."""
-    for engine in dict.fromkeys((experiment.engine, *ENGINES)):
-        path = out / f"{replace(experiment, engine=engine).name}.jsonl"
-        if path.is_file() and len(records := read_run(path)[1]) == experiment.rounds:
-            return records
-    return None

@@ -1,0 +1,186 @@
+"""The commands that tune and compare algorithms, and recommend one: `leaderboard`, `tune` and `recommend`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedcontext.cli.options import OPTIONS, Jobs, Out, Quiet, distinct, interruptible, takes_settings
+from fedcontext.cli.tables import plain_table, progress
+from fedcontext.console import out
+from fedcontext.errors import FedcontextError
+from fedcontext.experiment import check_names, experiment_from
+from fedcontext.leaderboard import entries
+from fedcontext.toml import to_toml
+
+Names = Annotated[str, typer.Option(metavar="NAMES", help="Comma-separated names. [default: all]")]
+
+
+def leaderboard(
+    group: Annotated[str, typer.Option(help="Tasks: convex, nonconvex or all.")] = "convex",
+    tasks: Names = "",
+    entrants: Names = "",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few tasks and entrants, fewer rounds and seeds: minutes on two cores.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="Compute device of the nonconvex tasks, such as cuda.")] = "",
+    out_dir: Annotated[Path, typer.Option("--out", help="Directory for records and results.")] = Path(
+        "runs/leaderboard"
+    ),
+    docs: Annotated[
+        Path | None, typer.Option(help="Also write leaderboard.md here and the numbers of `recommend`.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="HTML page about the runs on test seeds.")] = None,
+    jobs: Jobs = None,
+    quiet: Quiet = False,
+) -> None:
+    """Tune algorithms on some seeds, compare them on others, and write leaderboard.md and results.json into --out.
+
+    Runs whose records are complete are reused.
+    """
+    from fedcontext.leaderboard import board, results
+    from fedcontext.leaderboard.document import document
+    from fedcontext.leaderboard.tuning import missing_experiments, run_missing
+    from fedcontext.report.html import write_atomically
+
+    if quick and docs is not None:
+        raise FedcontextError("--quick does not write docs: run without --quick or without --docs")
+    chosen = entries.select_tasks(group, _names("tasks", tasks), quick=quick, device=device)
+    rivals = entries.select_entrants(_names("entrants", entrants), quick=quick)
+    out_dir = out_dir / "quick" if quick else out_dir
+    seeds = (entries.TUNING_SEEDS[:1], entries.TEST_SEEDS[:2]) if quick else (entries.TUNING_SEEDS, entries.TEST_SEEDS)
+    tuning, test = seeds
+    with interruptible(out_dir):
+        for title in ("tuning", "test"):
+            runs = (
+                board.all_tuning_experiments(chosen, rivals, tuning)
+                if title == "tuning"
+                else board.all_test_experiments(chosen, rivals, tuning, test, out_dir)
+            )
+            total = sum(each.rounds for each in missing_experiments(runs, out_dir))
+            with progress(title, total, quiet) as on_round:
+                run_missing(runs, out_dir, jobs or os.cpu_count() or 1, on_round)
+        made = board.compete(chosen, rivals, out_dir, tuning=tuning, seeds=test)
+    path = out_dir / "results.json"
+    merged = results.merge(results.read_results(path) if path.exists() and not quick else [], made)
+    page = document(merged, "fedcontext leaderboard --group all --docs docs")
+    results.write_results(merged, path)
+    write_atomically(out_dir / "leaderboard.md", page)
+    if docs is not None:
+        results.write_results(merged, results.PUBLISHED)
+        write_atomically(docs / "leaderboard.md", page)
+    if report is not None:
+        from fedcontext.report import write_report
+
+        write_report([out_dir / f"{each.name}.jsonl" for each in runs], report)
+    if not quiet:
+        _print_ratios(results.ratios(made))
+        out.print(f"written: {(docs or out_dir) / 'leaderboard.md'}", soft_wrap=True, highlight=False)
+
+
+TUNE = {name: option for name, option in OPTIONS.items() if name != "seed"}
+
+
+@takes_settings(TUNE)
+def tune(
+    settings: dict[str, Any],
+    grid: Annotated[
+        list[str], typer.Option(metavar="NAME=VALUE,...", help="Values of a setting to try; repeat it for several.")
+    ],
+    seeds: Annotated[str, typer.Option(metavar="INTEGERS", help="Comma-separated tuning seeds.")] = "100,101",
+    levels: Annotated[
+        str, typer.Option(metavar="NUMBERS", help="Accuracies; the fewest rounds to reach them win.")
+    ] = "0.7,0.8,0.85",
+    out_dir: Out = Path("runs/tuning"),
+    jobs: Jobs = None,
+    quiet: Quiet = False,
+) -> None:
+    """Try all combinations of a grid of settings, and print the best one as TOML."""
+    from fedcontext.leaderboard.tuning import candidate_scores, run_missing, tuning_experiments
+    from fedcontext.leaderboard.tuning import tune as choose
+
+    task = entries.Task(
+        "tune", "", {**settings, "rounds": experiment_from(settings).rounds}, tuple(_numbers("levels", levels))
+    )
+    entrant = entries.Entrant("tune", {}, parse_grid(grid))
+    tuning = [int(seed) for seed in _numbers("seeds", seeds)]
+    experiments = tuning_experiments(task, entrant, tuning)
+    with interruptible(out_dir), progress("tune", sum(each.rounds for each in experiments), quiet) as on_round:
+        run_missing(experiments, out_dir, jobs or os.cpu_count() or 1, on_round)
+    best = choose(task, entrant, tuning, out_dir)
+    scores = candidate_scores(task, entrant, tuning, out_dir)
+    rows = [
+        (*map(str, candidate.values()), f"{rounds:.1f}", f"{loss:.3f}", "best" if candidate == best else "")
+        for candidate, (rounds, loss) in zip(entrant.candidates(), scores, strict=True)
+    ]
+    if not quiet:
+        out.print(plain_table((*entrant.grid, "mean rounds", "final loss", ""), rows))
+    typer.echo(to_toml({**settings, **best}), nl=False)
+
+
+def recommend(
+    uplink: Annotated[
+        float, typer.Option(help="Most bytes that devices may send in a round, relative to FedAvg.")
+    ] = float("inf"),
+    probes: Annotated[bool, typer.Option(help="Devices that do not train can send a gradient.")] = True,
+    device_state: Annotated[bool, typer.Option(help="Devices can keep a model between rounds.")] = True,
+    secure_aggregation: Annotated[
+        bool, typer.Option("--secure-aggregation", help="The server sees only sums over devices.")
+    ] = False,
+    nonconvex: Annotated[bool, typer.Option("--nonconvex", help="The model is a deep network.")] = False,
+    results: Annotated[
+        Path | None, typer.Option(help="Results of `fedcontext leaderboard`. [default: the published ones]")
+    ] = None,
+) -> None:
+    """Recommend the algorithm that needs the fewest rounds in the leaderboard among those you can run."""
+    from fedcontext.leaderboard import recommendation
+    from fedcontext.leaderboard.results import PUBLISHED, read_results
+
+    constraints = recommendation.Constraints(uplink, probes, device_state, secure_aggregation, nonconvex)
+    allowed = recommendation.recommend(read_results(results or PUBLISHED), constraints)
+    entrant, ratio = allowed[0]
+    out.print(
+        f"{entrant.name}: {ratio.mean:.2f} times the rounds of the best tuned baseline (geometric mean of "
+        f"{len(ratio.by_task)} tasks, worst {ratio.worst:.2f}), {ratio.uplink_round:.2f} times FedAvg's bytes a round",
+        soft_wrap=True,
+        highlight=False,
+    )
+    out.print(recommendation.command_for(entrant), soft_wrap=True, highlight=False)
+    _print_ratios([each for _, each in allowed[1:]])
+
+
+def parse_grid(given: Sequence[str]) -> dict[str, list[str]]:
+    """Return the values of each setting of a grid.
+
+    >>> parse_grid(["mu=0.1,1"])
+    {'mu': ['0.1', '1']}
+    """
+    pairs = [each.partition("=") for each in given]
+    check_names([name for name, _, _ in pairs], source="--grid: ")
+    return {name: distinct(f"--grid {name}", values) for name, _, values in pairs}
+
+
+def _names(option: str, given: str) -> list[str]:
+    return distinct(option, given) if given else []
+
+
+def _numbers(option: str, given: str) -> list[float]:
+    try:
+        return [float(value) for value in distinct(option, given)]
+    except ValueError:
+        raise FedcontextError(f"{option} must be distinct comma-separated numbers, got {given!r}") from None
+
+
+def _print_ratios(rows: Sequence[Any]) -> None:
+    titles = ("entrant", "tasks", "rounds\nmean", "worst", "uplink\nmean", "worst", "uplink\na round")
+    cells = [
+        (row.entrant, str(len(row.by_task)))
+        + tuple(f"{value:.2f}" for value in (row.mean, row.worst, row.uplink, row.worst_uplink, row.uplink_round))
+        for row in rows
+    ]
+    if cells:
+        out.print(plain_table(titles, cells))

@@ -1,0 +1,89 @@
+"""The competition: every entrant is tuned on some seeds and tested on others."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedcontext.errors import FedcontextError
+from fedcontext.experiment import Experiment
+from fedcontext.leaderboard.entries import FEDAVG, ORACLE_SEEDS, TEST_SEEDS, TUNING_SEEDS, Entrant, Task
+from fedcontext.leaderboard.results import TaskResult
+from fedcontext.leaderboard.rows import make_row
+from fedcontext.leaderboard.tuning import levels_of, records_of, run_missing, tune, tuning_experiments
+from fedcontext.runner import OnRound
+from fedcontext.version import __version__
+
+
+def all_tuning_experiments(
+    tasks: Sequence[Task], entrants: Sequence[Entrant], seeds: Sequence[int]
+) -> list[Experiment]:
+    """Return the runs of all candidates on the tuning seeds."""
+    return [
+        experiment
+        for task in tasks
+        for entrant in entrants_of(task, entrants)
+        for experiment in tuning_experiments(task, entrant, seeds)
+    ]
+
+
+def all_test_experiments(
+    tasks: Sequence[Task], entrants: Sequence[Entrant], tuning: Sequence[int], seeds: Sequence[int], out: Path
+) -> list[Experiment]:
+    """Return the runs of the chosen candidates on the test seeds, from the records of tuning in ``out``."""
+    reference = [task.experiment(FEDAVG, seed) for task in tasks if task.relative for seed in seeds]
+    return reference + [
+        task.experiment(tune(task, entrant, tuning, out), seed)
+        for task in tasks
+        for entrant in entrants_of(task, entrants)
+        for seed in seeds_of(entrant, seeds)
+    ]
+
+
+def entrants_of(task: Task, entrants: Sequence[Entrant]) -> list[Entrant]:
+    """Return the entrants of a task: on deep models an oracle would take hours."""
+    return [entrant for entrant in entrants if entrant.kind != "oracle" or task.group == "convex"]
+
+
+def seeds_of(entrant: Entrant, seeds: Sequence[int]) -> Sequence[int]:
+    """Return the test seeds of an entrant."""
+    return seeds[:ORACLE_SEEDS] if entrant.kind == "oracle" else seeds
+
+
+def compete(
+    tasks: Sequence[Task],
+    entrants: Sequence[Entrant],
+    out: Path,
+    jobs: int = 1,
+    *,
+    tuning: Sequence[int] = TUNING_SEEDS,
+    seeds: Sequence[int] = TEST_SEEDS,
+    on_round: OnRound = lambda experiment, record: None,
+) -> list[TaskResult]:
+    """Return the results of every task: entrants tuned on the tuning seeds, then run on the test seeds.
+
+    Records go to ``out``; finished ones are reused when this is called again.
+    """
+    if shared := set(tuning) & set(seeds):
+        raise FedcontextError(f"tuning seeds and test seeds must differ, both contain {sorted(shared)}")
+    run_missing(all_tuning_experiments(tasks, entrants, tuning), out, jobs, on_round)
+    run_missing(all_test_experiments(tasks, entrants, tuning, seeds, out), out, jobs, on_round)
+    return [_task_result(task, entrants, out, tuning, seeds) for task in tasks]
+
+
+def _task_result(
+    task: Task, entrants: Sequence[Entrant], out: Path, tuning: Sequence[int], seeds: Sequence[int]
+) -> TaskResult:
+    levels, rows = levels_of(task, seeds, out), {}
+    for entrant in entrants_of(task, entrants):
+        settings = tune(task, entrant, tuning, out)
+        runs = [records_of(task.experiment(settings, seed), out) for seed in seeds_of(entrant, seeds)]
+        rows[entrant.name] = make_row(entrant, settings, runs, levels, task.rounds)
+    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {task.settings.get('device', 'cpu')}"
+    return TaskResult(
+        task.name, task.group, task.rounds, list(levels), list(seeds), list(tuning), today, __version__, machine, rows
+    )
