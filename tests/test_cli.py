@@ -60,7 +60,7 @@ HELP |= {
     "data list": "",
     "data fetch": "mnist or femnist [required]",
 }
-HELP |= {"data where": ""}
+HELP |= {"data where": "", "leaderboard": "[default: runs/leaderboard]", "recommend": "", "tune": "[required]"}
 
 
 @pytest.mark.parametrize(("command", "excerpt"), HELP.items())

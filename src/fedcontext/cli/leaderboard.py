@@ -44,7 +44,6 @@ def leaderboard(
     """
     from fedcontext.leaderboard import board, results
     from fedcontext.leaderboard.document import document
-    from fedcontext.leaderboard.tuning import missing_experiments, run_missing
     from fedcontext.report.html import write_atomically
 
     if quick and docs is not None:
@@ -52,19 +51,19 @@ def leaderboard(
     chosen = entries.select_tasks(group, _names("tasks", tasks), quick=quick, device=device)
     rivals = entries.select_entrants(_names("entrants", entrants), quick=quick)
     out_dir = out_dir / "quick" if quick else out_dir
-    seeds = (entries.TUNING_SEEDS[:1], entries.TEST_SEEDS[:2]) if quick else (entries.TUNING_SEEDS, entries.TEST_SEEDS)
-    tuning, test = seeds
+    tuning, seeds = list(entries.TUNING_SEEDS), list(entries.TEST_SEEDS)
+    if quick:
+        tuning, seeds = tuning[:1], seeds[:2]
     with interruptible(out_dir):
-        for title in ("tuning", "test"):
-            runs = (
-                board.all_tuning_experiments(chosen, rivals, tuning)
-                if title == "tuning"
-                else board.all_test_experiments(chosen, rivals, tuning, test, out_dir)
-            )
-            total = sum(each.rounds for each in missing_experiments(runs, out_dir))
-            with progress(title, total, quiet) as on_round:
-                run_missing(runs, out_dir, jobs or os.cpu_count() or 1, on_round)
-        made = board.compete(chosen, rivals, out_dir, tuning=tuning, seeds=test)
+        made = board.compete(
+            chosen,
+            rivals,
+            out_dir,
+            jobs or os.cpu_count() or 1,
+            tuning=tuning,
+            seeds=seeds,
+            progress=lambda title, rounds: progress(title, rounds, quiet),
+        )
     path = out_dir / "results.json"
     merged = results.merge(results.read_results(path) if path.exists() and not quick else [], made)
     page = document(merged, "fedcontext leaderboard --group all --docs docs")
@@ -76,7 +75,8 @@ def leaderboard(
     if report is not None:
         from fedcontext.report import write_report
 
-        write_report([out_dir / f"{each.name}.jsonl" for each in runs], report)
+        runs = board.all_test_experiments(chosen, rivals, tuning, seeds, out_dir)
+        write_report([path for each in runs if (path := out_dir / f"{each.name}.jsonl").exists()], report)
     if not quiet:
         _print_ratios(results.ratios(made))
         out.print(f"written: {(docs or out_dir) / 'leaderboard.md'}", soft_wrap=True, highlight=False)
@@ -119,7 +119,8 @@ def tune(
     ]
     if not quiet:
         out.print(plain_table((*entrant.grid, "mean rounds", "final loss", ""), rows))
-    typer.echo(to_toml({**settings, **best}), nl=False)
+    chosen = experiment_from({**settings, **best})
+    typer.echo(to_toml({name: getattr(chosen, name) for name in (*settings, *best)}), nl=False)
 
 
 def recommend(
@@ -176,10 +177,12 @@ def _numbers(option: str, given: str) -> list[float]:
 
 
 def _print_ratios(rows: Sequence[Any]) -> None:
-    titles = ("entrant", "tasks", "rounds\nmean", "worst", "uplink\nmean", "worst", "uplink\na round")
+    titles = ("entrant", "rounds\nmean", "worst", "uplink\nmean", "worst", "uplink\na round")
     cells = [
-        (row.entrant, str(len(row.by_task)))
-        + tuple(f"{value:.2f}" for value in (row.mean, row.worst, row.uplink, row.worst_uplink, row.uplink_round))
+        (
+            row.entrant,
+            *(f"{value:.2f}" for value in (row.mean, row.worst, row.uplink, row.worst_uplink, row.uplink_round)),
+        )
         for row in rows
     ]
     if cells:

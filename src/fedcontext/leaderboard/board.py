@@ -5,17 +5,28 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
 from fedcontext.leaderboard.entries import FEDAVG, ORACLE_SEEDS, TEST_SEEDS, TUNING_SEEDS, Entrant, Task
 from fedcontext.leaderboard.results import TaskResult
 from fedcontext.leaderboard.rows import make_row
-from fedcontext.leaderboard.tuning import levels_of, records_of, run_missing, tune, tuning_experiments
+from fedcontext.leaderboard.tuning import (
+    levels_of,
+    missing_experiments,
+    records_of,
+    run_missing,
+    tune,
+    tuning_experiments,
+)
 from fedcontext.runner import OnRound
 from fedcontext.version import __version__
+
+Progress: TypeAlias = Callable[[str, int], AbstractContextManager[OnRound]]
 
 
 def all_tuning_experiments(
@@ -53,6 +64,12 @@ def seeds_of(entrant: Entrant, seeds: Sequence[int]) -> Sequence[int]:
     return seeds[:ORACLE_SEEDS] if entrant.kind == "oracle" else seeds
 
 
+@contextmanager
+def no_progress(title: str, rounds: int) -> Iterator[OnRound]:
+    """Yield a callback that does nothing."""
+    yield lambda experiment, record: None
+
+
 def compete(
     tasks: Sequence[Task],
     entrants: Sequence[Entrant],
@@ -61,16 +78,23 @@ def compete(
     *,
     tuning: Sequence[int] = TUNING_SEEDS,
     seeds: Sequence[int] = TEST_SEEDS,
-    on_round: OnRound = lambda experiment, record: None,
+    progress: Progress = no_progress,
 ) -> list[TaskResult]:
     """Return the results of every task: entrants tuned on the tuning seeds, then run on the test seeds.
 
-    Records go to ``out``; finished ones are reused when this is called again.
+    Records go to ``out``; finished ones are reused when this is called again. ``progress`` is called with a title and
+    the number of rounds to run, and yields the callback of every round.
     """
     if shared := set(tuning) & set(seeds):
         raise FedcontextError(f"tuning seeds and test seeds must differ, both contain {sorted(shared)}")
-    run_missing(all_tuning_experiments(tasks, entrants, tuning), out, jobs, on_round)
-    run_missing(all_test_experiments(tasks, entrants, tuning, seeds, out), out, jobs, on_round)
+
+    def run(title: str, experiments: Sequence[Experiment]) -> None:
+        missing = missing_experiments(experiments, out)
+        with progress(title, sum(each.rounds for each in missing)) as on_round:
+            run_missing(missing, out, jobs, on_round)
+
+    run("tuning", all_tuning_experiments(tasks, entrants, tuning))
+    run("test", all_test_experiments(tasks, entrants, tuning, seeds, out))
     return [_task_result(task, entrants, out, tuning, seeds) for task in tasks]
 
 

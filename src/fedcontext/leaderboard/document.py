@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fedcontext.leaderboard.entries import ENTRANTS, GROUPS, ORACLE_SEEDS
+from fedcontext.leaderboard.entries import GROUPS, ORACLE_SEEDS
 from fedcontext.leaderboard.results import Ratio, TaskResult, oracle_gap, ratios
-from fedcontext.leaderboard.rows import Row
+from fedcontext.leaderboard.rows import Row, spread
 
 INTRODUCTION = """# Leaderboard
 
@@ -19,7 +19,7 @@ levels is run on the test seeds ({seeds}), which were used for nothing else. A l
 for all tasks.** All entrants see the same devices, epochs and batches: 10 devices train in a round, batches of 10. Rows with 30 devices have as many as our cohort of 10 and its 20
 probes together. Oracles look at all devices' data ({oracles} seeds): no federation can run them, and they are only there to measure distances.
 
-Rounds, seconds (simulated) and megabytes (sent by devices) are medians over seeds up to each level, with (lowest-highest) for the top level; - is not reached. Loss is over all
+Rounds, seconds (simulated) and megabytes (sent by devices) are medians over seeds up to each level, with (lowest..highest) for the top level; - is not reached. Loss is over all
 training data, accuracy over all test data, after the last round. Swing is the standard deviation of the accuracy over the last 20 rounds.
 """
 TITLES = {"convex": "Convex: softmax regression", "nonconvex": "Non-convex: CNNs and an MLP"}
@@ -102,27 +102,22 @@ def _task_table(result: TaskResult) -> Iterator[str]:
 
 
 def _cells(result: TaskResult, row: Row) -> Iterator[Any]:
-    top = f" ({_number(row.rounds[-1][1])}-{_number(row.rounds[-1][2])})"
-    losses = sorted(row.losses)
+    top = f" ({_number(row.rounds[-1][1])}..{_number(row.rounds[-1][2])})"
+    loss, accuracy = spread(row.losses), row.accuracy
     diverged = f" ({row.diverged} diverged)" if row.diverged else ""
     gaps = (oracle_gap(result, row, oracle) for oracle in ("oracle-span", "oracle-memory"))
     yield _label(row.entrant, row.kind)
-    yield _tuned(row)
+    yield ", ".join(f"{name} {row.settings[name]}" for name in row.tuned)
     yield "/".join(_number(counts[0]) for counts in row.rounds) + top
     yield _number(row.mean_rounds, 1)
     yield "/".join(_number(value) for value in row.seconds)
     yield "/".join(_number(value, 1) for value in row.megabytes)
-    yield f"{_number(losses[len(losses) // 2], 3)} ({_number(losses[0], 3)}-{_number(losses[-1], 3)}){diverged}"
-    yield f"{row.accuracy[0]:.3f} ({row.accuracy[1]:.3f}-{row.accuracy[2]:.3f})"
+    yield f"{_number(loss[0], 3)} ({_number(loss[1], 3)}..{_number(loss[2], 3)}){diverged}"
+    yield f"{accuracy[0]:.3f} ({accuracy[1]:.3f}..{accuracy[2]:.3f})"
     yield _number(row.swing, 3)
     yield _percent(row.rises)
     yield _percent(row.largest_rise)
     yield " / ".join("" if gap is None else _number(gap, 3) for gap in gaps)
-
-
-def _tuned(row: Row) -> str:
-    grid = next((entrant.grid for entrant in ENTRANTS if entrant.name == row.entrant), {})
-    return ", ".join(f"{name} {row.settings[name]}" for name in grid)
 
 
 def _label(entrant: str, kind: str) -> str:

@@ -25,6 +25,7 @@ class Row:
     entrant: str
     kind: str
     settings: Settings  # the candidate that was chosen
+    tuned: Sequence[str]  # the settings that were chosen from a grid
     rounds: Sequence[Spread]  # to each level
     mean_rounds: float  # over levels and seeds, a level not reached counting as 1.5 times all rounds
     seconds: Sequence[float]  # simulated, to each level, median
@@ -50,6 +51,7 @@ def make_row(
         entrant=entrant.name,
         kind=entrant.kind,
         settings=dict(settings),
+        tuned=list(entrant.grid),
         rounds=[spread(counts) for counts in reached],
         mean_rounds=score(runs, levels, rounds)[0],
         seconds=[_median([_cost(r, "seconds", n) for r, n in zip(runs, counts, strict=True)]) for counts in reached],
