@@ -78,7 +78,7 @@ def leaderboard(
         runs = board.all_test_experiments(chosen, rivals, tuning, seeds, out_dir)
         write_report([path for each in runs if (path := out_dir / f"{each.name}.jsonl").exists()], report)
     if not quiet:
-        _print_ratios(results.ratios(made))
+        _print_ratios(results.ratios([each for each in merged if each.task in {task.name for task in chosen}]))
         out.print(f"written: {(docs or out_dir) / 'leaderboard.md'}", soft_wrap=True, highlight=False)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -54,13 +54,13 @@ def make_row(
         tuned=list(entrant.grid),
         rounds=[spread(counts) for counts in reached],
         mean_rounds=score(runs, levels, rounds)[0],
-        seconds=[_median([_cost(r, "seconds", n) for r, n in zip(runs, counts, strict=True)]) for counts in reached],
-        megabytes=[_median([_cost(r, "bytes_up", n) / 1e6 for r, n in zip(runs, c, strict=True)]) for c in reached],
+        seconds=[_median_cost(runs, "seconds", counts) for counts in reached],
+        megabytes=[_median_cost(runs, "bytes_up", counts) / 1e6 for counts in reached],
         mean_megabytes=float(np.mean([_megabytes_to(records, levels[-1], rounds) for records in runs])),
         megabytes_round=float(np.mean([record.bytes_up / 1e6 for records in runs for record in records] or [np.inf])),
         losses=[final_loss(records, rounds) for records in runs],
-        accuracy=spread([summary.accuracy if summary.rounds else 0.0 for summary in summaries]),
-        swing=_median([summary.swing if summary.rounds else math.inf for summary in summaries]),
+        accuracy=spread([summary.accuracy if math.isfinite(summary.accuracy) else 0.0 for summary in summaries]),
+        swing=spread([summary.swing if math.isfinite(summary.swing) else math.inf for summary in summaries])[0],
         rises=float(np.mean([rise > RISE for rise in rises])) if rises else math.inf,
         largest_rise=max(rises, default=math.inf),
         diverged=sum(len(records) < rounds for records in runs),
@@ -88,25 +88,20 @@ def spread(values: Sequence[float]) -> Spread:
     >>> spread([3, 1, 2])
     [2.0, 1.0, 3.0]
     """
-    return [_median(values), float(min(values)), float(max(values))]
-
-
-def _median(values: Sequence[float]) -> float:
-    """Return the median; where it lies between a number and infinity, infinity."""
-    ordered = sorted(values)
-    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-    return float(low if low == high else (low + high) / 2)
+    return [float(np.median(values)), float(min(values)), float(max(values))]
 
 
 def _or_inf(count: int | None) -> float:
     return math.inf if count is None else float(count)
 
 
+def _median_cost(runs: Sequence[Records], name: str, counts: Sequence[float]) -> float:
+    return float(np.median([_cost(records, name, count) for records, count in zip(runs, counts, strict=True)]))
+
+
 def _cost(records: Records, name: str, rounds: float) -> float:
     """Return the sum of a cost over the first ``rounds`` rounds."""
-    if rounds == math.inf:
-        return math.inf
-    return float(list(accumulate(getattr(record, name) for record in records))[int(rounds) - 1])
+    return math.inf if rounds == math.inf else float(sum(getattr(record, name) for record in records[: int(rounds)]))
 
 
 def _megabytes_to(records: Records, level: float, rounds: int) -> float:
