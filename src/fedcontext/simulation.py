@@ -264,13 +264,14 @@ class Simulation:
     ) -> RoundRecord:
         change = None if loss is None or before is None else loss - before
         as_is = not self._changes_step  # the bound is about the rule's own step
+        promised = result.promised_change if result and as_is else None
         return RoundRecord(
             number=plan.number,
             loss=loss,
             accuracy=accuracy,
             devices=plan.devices[received.cohort].tolist() if result else [],
             weights=result.weights.tolist() if result else [],
-            promised_change=result.promised_change if result and as_is else None,
+            promised_change=promised if promised is not None and np.isfinite(promised) else None,
             measured_change=change,
             smoothness=self.smoothness,
             curvature=result.curvature(change) if result and as_is and change is not None else None,
