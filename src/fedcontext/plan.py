@@ -129,7 +129,7 @@ def orders(seed: int, number: int, device: int, samples: int, epochs: int) -> In
     (2, 3)
     """
     random = generator(seed, number, Stream.BATCHES, device)
-    return np.array([random.permutation(samples) for _ in range(epochs)])
+    return random.permuted(np.tile(np.arange(samples), (epochs, 1)), axis=1)
 
 
 def _epochs(seed: int, number: int, devices: IntArray, bounds: tuple[int, int]) -> IntArray:
