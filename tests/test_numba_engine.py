@@ -97,9 +97,7 @@ def test_the_full_gradient_does_not_depend_on_what_was_evaluated_before():
     engine.gradient(params, EVERYONE, even)[:] = 0  # the caller's copy
     assert np.array_equal(engine.gradient(params, EVERYONE, even), fresh[0])
     params += 1  # a change in place is noticed
-    assert np.array_equal(
-        engine.gradient(params, EVERYONE, even), SoftmaxNumba(data).gradient(params, EVERYONE, even)
-    )
+    assert np.array_equal(engine.gradient(params, EVERYONE, even), SoftmaxNumba(data).gradient(params, EVERYONE, even))
 
 
 @pytest.mark.parametrize("algorithm", fc.ALGORITHMS)

@@ -43,7 +43,8 @@ def on_all_cores(task: Callable[[Item], Result], items: Sequence[Item]) -> list[
         for index in remaining:
             results[index] = task(items[index])
 
-    futures = [_pool().submit(work) for _ in range(min(workers(), len(items)) - 1)]
+    pool = _pool()
+    futures = [pool.submit(work) for _ in range(min(workers(), len(items)) - 1)]
     try:
         work()
     finally:

@@ -50,9 +50,55 @@ def train_device(
                 _move_towards(start_bias, bias, bias.dtype.type(learning_rate * mu))
             _add_samples(features, rows, scores, weights, bias)
     for c in range(bias.size):
-        update[-1, c] = bias[c] - start_bias[c]
+        bias[c] -= start_bias[c]
         for j in range(weights.shape[1]):
-            update[j, c] = weights[c, j] - start[c, j]
+            weights[c, j] -= start[c, j]
+    _write_transposed(weights, bias, update)
+
+
+@compiled
+def train_device_in_span(
+    features: Matrix,
+    labels: IntArray,
+    orders: IntArray,
+    batch_size: int,
+    learning_rate: float,
+    mu: float,
+    start: Matrix,
+    start_bias: Matrix,
+    update: Matrix,
+    gram: Matrix,
+) -> None:
+    """Write what `train_device` writes, with SGD on the coefficients of the device's own samples.
+
+    Every gradient is a combination of samples, so the update is Σ coefficients[c, i] · (xᵢ, 1). With ``gram``, (n, n),
+    1 + <xᵢ, xⱼ>, a step changes the scores of all n samples by n C products for each sample of the batch, instead of
+    2 d C: faster if there are several epochs over few samples. The features are read before and after the steps only.
+    """
+    everyone, classes = np.arange(labels.size), start_bias.size
+    weights, bias = np.zeros_like(start), np.zeros_like(start_bias)
+    origin = np.empty((classes, labels.size), start.dtype)
+    _write_scores(features, everyone, start, start_bias, origin)
+    scores, coefficients, zeros = origin.copy(), np.zeros_like(origin), np.zeros_like(origin)
+    batch, factors = np.empty((classes, batch_size), start.dtype), np.empty(batch_size, start.dtype)
+    for epoch in range(orders.shape[0]):
+        for begin in range(0, labels.size, batch_size):
+            rows = orders[epoch, begin : begin + batch_size]
+            factors.fill(-learning_rate / rows.size)
+            for c in range(classes):
+                for i in range(rows.size):
+                    batch[c, i] = scores[c, rows[i]]
+            _to_residuals(batch, labels, rows, factors)
+            if mu:
+                _move_towards(origin.reshape(-1), scores.reshape(-1), bias.dtype.type(learning_rate * mu))
+                _move_towards(zeros.reshape(-1), coefficients.reshape(-1), bias.dtype.type(learning_rate * mu))
+            _add_samples(gram, rows, batch, scores, bias)
+            for c in range(classes):
+                for i in range(rows.size):
+                    coefficients[c, rows[i]] += batch[c, i]
+    bias.fill(0)
+    _add_samples(features, everyone, coefficients, weights, bias)
+    _write_transposed(weights, bias, update)
 
 
 @compiled
@@ -62,63 +108,61 @@ def sweep(
     """Return the sum of the losses and the number of samples classified correctly.
 
     If there are ``factors``, (n,), Σ factors · gradients is written to ``gradient``, (d + 1, C), in the same pass over
-    the features. A block is copied to the cache first: memory is read faster in one stream than between products.
+    the features.
     """
-    loss, correct, rows = 0.0, 0, np.arange(BLOCK)
+    loss, correct, rows = 0.0, 0, np.arange(labels.size)
     total, total_bias = np.zeros_like(weights), np.zeros_like(bias)
-    samples = np.empty((BLOCK, features.shape[1]), bias.dtype)
     scores, ones = np.empty((bias.size, BLOCK), bias.dtype), np.ones(BLOCK, bias.dtype)
     for begin in range(0, labels.size, BLOCK):
-        own_labels = labels[begin : begin + BLOCK]
-        _copy(features[begin : begin + BLOCK].reshape(-1), samples.reshape(-1))
-        own, block = factors[begin : begin + BLOCK] if factors.size else ones, rows[: own_labels.size]
-        _write_scores(samples, block, weights, bias, scores)
-        block_loss, block_correct = _to_residuals(scores, own_labels, block, own)
+        block = rows[begin : begin + BLOCK]
+        own = factors[begin : begin + BLOCK] if factors.size else ones
+        _write_scores(features, block, weights, bias, scores)
+        block_loss, block_correct = _to_residuals(scores, labels, block, own)
         loss, correct = loss + block_loss, correct + block_correct
         if factors.size:
-            _add_samples(samples, block, scores, total, total_bias)
+            _add_samples(features, block, scores, total, total_bias)
     if factors.size:
-        gradient[:-1] = total.T
-        gradient[-1] = total_bias
+        _write_transposed(total, total_bias, gradient)
     return loss, correct
 
 
 @inner
 def _write_scores(features: Matrix, rows: IntArray, weights: Matrix, bias: Matrix, scores: Matrix) -> None:
-    """Write scores[c, i] = <features[rows[i]], weights[c]> + bias[c], in tiles of 2 samples and 5 classes.
+    """Write scores[c, i] = <features[rows[i]], weights[c]> + bias[c], in tiles of 5 samples and 2 classes.
 
-    The ten sums of a tile stay in registers, so that each value loaded is used more than once. A tile beyond the edge
-    repeats the last sample or class.
+    The ten sums of a tile stay in registers, so that each value loaded is used more than once; five samples are read from
+    memory at the same time. A tile beyond the edge repeats the last sample or class.
     """
     last, top = rows.size - 1, bias.size - 1
-    for i in range(0, rows.size, 2):
-        n = min(i + 1, last)
-        x, y = features[rows[i]], features[rows[n]]
-        for c in range(0, bias.size, 5):
-            c1, c2, c3, c4 = min(c + 1, top), min(c + 2, top), min(c + 3, top), min(c + 4, top)
-            xs, ys = _ten_products(x, y, weights[c], weights[c1], weights[c2], weights[c3], weights[c4])
-            scores[c, i], scores[c1, i], scores[c2, i], scores[c3, i], scores[c4, i] = xs
-            scores[c, n], scores[c1, n], scores[c2, n], scores[c3, n], scores[c4, n] = ys
+    for i in range(0, rows.size, 5):
+        i1, i2, i3, i4 = min(i + 1, last), min(i + 2, last), min(i + 3, last), min(i + 4, last)
+        x0, x1, x2 = features[rows[i]], features[rows[i1]], features[rows[i2]]
+        x3, x4 = features[rows[i3]], features[rows[i4]]
+        for c in range(0, bias.size, 2):
+            n = min(c + 1, top)
+            first, second = _ten_products(x0, x1, x2, x3, x4, weights[c], weights[n])
+            scores[c, i], scores[c, i1], scores[c, i2], scores[c, i3], scores[c, i4] = first
+            scores[n, i], scores[n, i1], scores[n, i2], scores[n, i3], scores[n, i4] = second
     for c in range(bias.size):
         for i in range(rows.size):
             scores[c, i] += bias[c]
 
 
 @inner
-def _ten_products(x: Matrix, y: Matrix, v0: Matrix, v1: Matrix, v2: Matrix, v3: Matrix, v4: Matrix) -> Any:
-    x0 = x1 = x2 = x3 = x4 = y0 = y1 = y2 = y3 = y4 = x.dtype.type(0)
-    for j in range(x.size):
-        x0 += x[j] * v0[j]
-        x1 += x[j] * v1[j]
-        x2 += x[j] * v2[j]
-        x3 += x[j] * v3[j]
-        x4 += x[j] * v4[j]
-        y0 += y[j] * v0[j]
-        y1 += y[j] * v1[j]
-        y2 += y[j] * v2[j]
-        y3 += y[j] * v3[j]
-        y4 += y[j] * v4[j]
-    return (x0, x1, x2, x3, x4), (y0, y1, y2, y3, y4)
+def _ten_products(x0: Matrix, x1: Matrix, x2: Matrix, x3: Matrix, x4: Matrix, v: Matrix, w: Matrix) -> Any:
+    v0 = v1 = v2 = v3 = v4 = w0 = w1 = w2 = w3 = w4 = w.dtype.type(0)
+    for j in range(w.size):
+        v0 += x0[j] * v[j]
+        v1 += x1[j] * v[j]
+        v2 += x2[j] * v[j]
+        v3 += x3[j] * v[j]
+        v4 += x4[j] * v[j]
+        w0 += x0[j] * w[j]
+        w1 += x1[j] * w[j]
+        w2 += x2[j] * w[j]
+        w3 += x3[j] * w[j]
+        w4 += x4[j] * w[j]
+    return (v0, v1, v2, v3, v4), (w0, w1, w2, w3, w4)
 
 
 @inner
@@ -218,9 +262,12 @@ def _add_one(x: Matrix, factor: float, w: Matrix) -> None:
 
 
 @inner
-def _copy(source: Matrix, target: Matrix) -> None:
-    for j in range(source.size):
-        target[j] = source[j]
+def _write_transposed(weights: Matrix, bias: Matrix, params: Matrix) -> None:
+    """Write weights (C, d) and biases (C,) as params (d + 1, C)."""
+    for c in range(bias.size):
+        params[-1, c] = bias[c]
+        for j in range(weights.shape[1]):
+            params[j, c] = weights[c, j]
 
 
 @inner
