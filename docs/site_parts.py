@@ -14,6 +14,8 @@ from latex2mathml.converter import convert
 from fedcontext.cli.app import app
 from fedcontext.results.export import SCHEMA
 
+TOOLS = re.compile(r"(type|noqa|pragma)\b")  # comments for linters and type checkers
+
 
 def cli_reference() -> str:
     """Return a page with all commands and their options, generated from the Typer app."""
@@ -69,13 +71,14 @@ def field_descriptions(kind: type) -> dict[str, str]:
         name: f"{about['help']}. Accepts {about['check'].accepts}; default: {about['default']}."
         for name, about in settings.items()
     }
-    return described or dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.+)$", inspect.getsource(kind), re.MULTILINE))
+    names = {each.name for each in dataclasses.fields(kind)}
+    comments = re.findall(r"^    (\w+): [^#\n]*#\s*(.+)$", inspect.getsource(kind), re.MULTILINE)
+    return described or {name: text for name, text in comments if name in names and not TOOLS.match(text)}
 
 
-def as_rst(lines: list[str]) -> list[str]:
-    """Return a docstring with its arguments as fields, and with bars escaped, for they would be substitutions."""
-    fields = [re.sub(r"^ {4}(\w+): (?=.* )", r":param \1: ", line) if "Args:" in lines else line for line in lines]
-    return [line.replace("|", "\\|") if line.lstrip()[:3] != ">>>" else line for line in fields if line != "Args:"]
+def escaped(lines: list[str]) -> list[str]:
+    """Return the lines of a docstring with bars escaped, which would be substitutions in reStructuredText."""
+    return [line if line.lstrip().startswith(">>>") else line.replace("|", "\\|") for line in lines]
 
 
 def short(signature: str | None) -> str | None:
