@@ -33,6 +33,10 @@ default_role = "py:obj"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+autodoc_type_aliases = {
+    alias: alias.rpartition(".")[2]
+    for alias in ("FloatArray", "IntArray", "npt.ArrayLike", "Structure", "Structures", "AnyRule", "Probes", "OnRound")
+}
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 autodoc_default_options = {"members": True, "undoc-members": False}
@@ -57,7 +61,7 @@ def tidy(app: Any, what: str, name: str, obj: Any, options: object, lines: list[
 def shorten(
     app: Any, what: str, name: str, obj: Any, options: object, signature: str | None, result: str | None
 ) -> Any:
-    """Show array types in signatures by their aliases."""
+    """Shorten the types in a signature."""
     return site_parts.short(signature), site_parts.short(result)
 
 

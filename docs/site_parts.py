@@ -14,6 +14,12 @@ from latex2mathml.converter import convert
 from fedcontext.cli.app import app
 from fedcontext.results.export import SCHEMA
 
+SHORTER = {  # patterns in the signatures of autodoc, and what to show instead; in this order
+    r"TypeAliasForwardRef\('(\w+)'\)": r"\1",
+    r"~(?:\w+\.)+": "",
+    r"ndarray\[tuple\[Any, \.\.\.\], dtype\[\w+\]\]": "ndarray",
+    r"<function .*?>+|<factory>": "...",
+}
 TOOLS = re.compile(r"(type|noqa|pragma)\b")  # comments for linters and type checkers
 
 
@@ -82,14 +88,10 @@ def escaped(lines: list[str]) -> list[str]:
 
 
 def short(signature: str | None) -> str | None:
-    """Return a signature with the aliases of array types in place of the types."""
-    if signature is None:
-        return None
-    return re.sub(r"[~\w.]*ndarray\[[^\[]*\[[^\]]*\], [~\w.]*dtype\[[~\w.]*?(float|int)64\]\]", _array, signature)
-
-
-def _array(match: re.Match[str]) -> str:
-    return {"float": "FloatArray", "int": "IntArray"}[match[1]]
+    """Return a signature without module paths, array types in full, and the addresses of default functions."""
+    for pattern, text in SHORTER.items():
+        signature = signature and re.sub(pattern, text, signature)
+    return signature
 
 
 def inline_math(self: Any, node: Any) -> None:
