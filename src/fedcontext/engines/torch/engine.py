@@ -64,7 +64,7 @@ class TorchEngine:
     >>> list(engine.initial_params())
     ['0.weight', '0.bias', '2.weight', '2.bias']
     >>> experiment = fc.Experiment(algorithm="fedavg", rounds=2, epochs=(1, 1), learning_rate=0.1, momentum=0.9)
-    >>> records = [record for _, record in fc.prepare(experiment, data, engine).play()]
+    >>> records = [record for _, record in fc.prepare(experiment, data=data, engine=engine).run()]
     >>> records[1].loss < records[0].loss
     True
     """
