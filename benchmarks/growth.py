@@ -45,7 +45,7 @@ def milliseconds(data: FederatedData, rounds: int, **settings: object) -> float:
         "epochs": (1, 1),
         **settings,
     }
-    simulation = fc.prepare(fc.Experiment(algorithm="fedavg-contextual", learning_rate=0.01, **told), data)
+    simulation = fc.prepare(fc.Experiment(algorithm="fedavg-contextual", learning_rate=0.01, **told), data=data)
     state, times = simulation.start(), []
     for _ in range(rounds + 1):
         before = time.perf_counter()

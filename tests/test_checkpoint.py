@@ -177,7 +177,7 @@ def test_an_interrupted_simulation_goes_on_to_the_same_bits(tmp_path: Path, stop
 @pytest.mark.parametrize("settings", [{"engine": "reference"}, {"engine": "torch", "model": "softmax"}])
 def test_every_engine_goes_on_to_the_same_bits(tmp_path: Path, settings: dict) -> None:
     simulation = fc.prepare(fc.Experiment(rounds=3, epochs=(1, 1), **settings))
-    states = [state for state, _ in simulation.play()]
+    states = [state for state, _ in simulation.run()]
     checkpoint.save(tmp_path / "run", states[0].params, states[0].rule, {})
     found = checkpoint.load(tmp_path / "run", simulation.engine.initial_params())
     again = [state for state, _ in simulation.play(fc.State(1, found.params, found.rule, states[0].loss))]

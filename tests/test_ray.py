@@ -73,7 +73,7 @@ def test_devices_of_several_workers_whose_training_ran_away_are_named_in_one_err
     experiment, told = fc.Experiment(algorithm="folb", learning_rate=1e4, epochs=(1, 2), rounds=1), []
     for engine in (two, engine_named("reference", data)):
         with pytest.raises(fc.FedcontextError, match=r"^devices .*: the loss turned NaN") as error:
-            list(fc.prepare(experiment, data, engine).play())
+            list(fc.prepare(experiment, data=data, engine=engine).run())
         told.append(str(error.value))
     assert told[0] == told[1]
 
@@ -108,7 +108,7 @@ def pids_of(engine):
 
 def test_whole_runs_are_those_of_one_machine(cluster, data):
     settings = {"algorithm": "fedprox-contextual", "rounds": 3, "probes": 4, "devices_per_round": 5}
-    ours, theirs = (list(fc.rounds(data=data, engine=engine, **settings)) for engine in ("ray", "numba"))
+    ours, theirs = (fc.train(data=data, engine=engine, **settings).records for engine in ("ray", "numba"))
     assert ours == theirs
 
 

@@ -234,12 +234,11 @@ def test_impossible_experiments_are_refused_at_once(settings):
     ("settings", "message"),
     [
         ({"smoothness": "steep"}, "smoothness must be"),
-        ({"smoothness": -1.0}, "smoothness must be positive"),
-        ({"fleet": "fast"}, "fleet must be one of"),
+        ({"smoothness": -1.0}, "smoothness must be a positive number"),
+        ({"fleet": "fast"}, "fleet must be even or edge"),
         ({"engine": "warp"}, "engine must be one of"),
-        ({"mu": -1.0, "algorithm": "fedprox"}, "mu must be 0 or more"),
+        ({"mu": -1.0, "algorithm": "fedprox"}, "mu must be a number of at least 0"),
         ({"devices_per_round": 13}, "devices per round must be between 1 and 12"),
-        ({"probes": 13}, "probes must be 'cohort', 'all' or a number from 1 to 12"),
     ],
 )
 def test_impossible_settings_are_refused_before_the_first_round(small_data, settings, message):
@@ -329,7 +328,7 @@ def test_every_engine_refuses_params_of_another_model_and_trains_nobody_for_nobo
         lambda: made.gradient(other, np.arange(12), np.full(12, 1 / 12)),
         lambda: made.evaluate(other),
     ):
-        with pytest.raises(FedcontextError, match="params must be"):
+        with pytest.raises(FedcontextError, match="params must"):
             ask()
 
 

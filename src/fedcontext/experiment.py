@@ -40,7 +40,7 @@ class Experiment:
 
     dataset: str = setting("synthetic-1-1", text("NAME"), f"Data set: {', '.join(NAMES)}")
     algorithm: str = setting(
-        "fedavg-contextual", one_of(ALGORITHMS, "NAME"), "Algorithm; `fedcontext algorithms` lists all"
+        "fedavg-memory", one_of(ALGORITHMS, "NAME"), "Algorithm; `fedcontext algorithms` lists all"
     )
     rounds: int = setting(None, integer(1), "Number of rounds", default_text=PUBLISHED, aliases=("num_rounds",))
     seed: int = setting(0, integer(0), "Seed of device selection, local epochs, batch order and fleet")
@@ -49,7 +49,7 @@ class Experiment:
         10, integer(1), "Devices that train in each round (K)", aliases=("k", "cohort", "clients_per_round")
     )
     probes: int | Literal["cohort", "all"] = setting(
-        "all",
+        20,
         integer(1, "cohort", "all"),
         "Devices that report their gradient in each round (K2); cohort is the devices that train",
         aliases=("k2", "K2"),

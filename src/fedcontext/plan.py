@@ -89,7 +89,8 @@ def plan_round(
 ) -> RoundPlan:
     """Return the plan of round ``number``: a uniform draw without replacement, epochs uniform in a closed range.
 
-    A number of probes is drawn independently of the cohort; the pool is drawn from the devices outside the cohort.
+    A number of probes is drawn independently of the cohort, and is all devices where there are fewer; the pool is drawn
+    from the devices outside the cohort.
 
     >>> plan = plan_round(seed=0, number=1, population=100, devices_per_round=3, probes=2)
     >>> len(plan.devices), len(plan.probes), bool((plan.epochs >= 1).all())
@@ -115,7 +116,7 @@ def plan_round(
 def _probes(seed: int, number: int, population: int, cohort: IntArray, probes: Probes | None) -> IntArray:
     if probes == "cohort":
         return cohort
-    if probes == "all" or probes == population:
+    if probes == "all" or (isinstance(probes, int) and probes >= population):
         return np.arange(population)
     return generator(seed, number, Stream.PROBES).choice(population, probes or 0, replace=False)
 
@@ -156,8 +157,8 @@ def _check(
     if not 1 <= epochs[0] <= epochs[1]:
         raise FedcontextError(f"epochs must be a range like 1..20 with 1 <= low <= high, got {epochs[0]}..{epochs[1]}")
     known = probes in (None, "cohort", "all")
-    if not known and not (isinstance(probes, int) and not isinstance(probes, bool) and 1 <= probes <= population):
-        raise FedcontextError(f"probes must be 'cohort', 'all' or a number from 1 to {population}, got {probes!r}")
+    if not known and not (isinstance(probes, int) and not isinstance(probes, bool) and probes >= 1):
+        raise FedcontextError(f"probes must be 'cohort', 'all' or a number of at least 1, got {probes!r}")
     if not 0 <= pool <= population - devices:
         raise FedcontextError(f"pool must be between 0 and {population - devices} (the other devices), got {pool}")
     if not 0 <= over_select < math.inf:

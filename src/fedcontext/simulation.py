@@ -181,7 +181,7 @@ class Simulation:
             accuracy=accuracy,
             devices=plan.devices[received.cohort].tolist() if result else [],
             weights=result.weights.tolist() if result else [],
-            promised_change=result.promised_change if result else None,
+            promised_change=result.promised_change if result and np.isfinite(result.promised_change) else None,
             measured_change=change,
             smoothness=self.smoothness,
             curvature=result.curvature(change) if result and change is not None else None,
