@@ -101,11 +101,11 @@ def test_the_full_gradient_does_not_depend_on_what_was_evaluated_before():
 
 
 @pytest.mark.parametrize("algorithm", fc.ALGORITHMS)
-@pytest.mark.parametrize("k2", [0, 7, "N"])
-def test_every_algorithm_has_the_references_records(algorithm, k2):
-    made = fc.prepare(fc.Experiment(algorithm=algorithm, rounds=4, k2=k2, pool=5))
+@pytest.mark.parametrize("probes", ["cohort", 7, "all"])
+def test_every_algorithm_has_the_references_records(algorithm, probes):
+    made = fc.prepare(fc.Experiment(algorithm=algorithm, rounds=4, probes=probes, pool=5))
     engines = [kind(made.data, np.float64) for kind in (SoftmaxReference, SoftmaxNumba)]
-    theirs, ours = (list(dataclasses.replace(made, engine=engine).play()) for engine in engines)
+    theirs, ours = (list(dataclasses.replace(made, engine=engine).run()) for engine in engines)
     for (_, expected), (_, record) in zip(theirs, ours, strict=True):
         for name, value in dataclasses.asdict(expected).items():
             same = pytest.approx(value, rel=1e-6, abs=1e-9, nan_ok=True) if _numeric(value) else value
@@ -118,8 +118,9 @@ def _numeric(value):
 
 @pytest.mark.parametrize("engine", ["reference", "numba"])
 def test_the_engine_is_chosen_by_name(engine):
-    records = list(fc.rounds(dataset="synthetic-iid", algorithm="fedavg-contextual", rounds=3, engine=engine))
-    assert records[-1].loss == pytest.approx(list(fc.rounds(dataset="synthetic-iid", rounds=3))[-1].loss, rel=1e-4)
+    settings = {"dataset": "synthetic-iid", "algorithm": "fedavg-contextual", "rounds": 3}
+    default, chosen = fc.train(**settings).records, fc.train(**settings, engine=engine).records
+    assert chosen[-1].loss == pytest.approx(default[-1].loss, rel=1e-4)
 
 
 def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
@@ -140,7 +141,7 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
 def test_a_process_that_compiles_and_one_that_loads_the_cache_agree_to_the_bit(tmp_path):
     program = """
 import fedcontext as fc
-print([record.loss for record in fc.rounds(dataset="synthetic-iid", rounds=2, engine="numba")])
+print([record.loss for record in fc.train(dataset="synthetic-iid", rounds=2, engine="numba").records])
 """
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     first, second = (
@@ -234,9 +235,9 @@ def test_all_threads_have_stopped_when_an_error_reaches_the_caller(monkeypatch):
 def test_a_device_whose_loss_turns_nan_is_named_and_nothing_is_aggregated(engine):
     data = data_of(sizes=(20, 20, 20), dtype=np.float32)
     data.train.features[data.train.rows(1)] *= np.float32(1e30)
-    rounds = fc.rounds(data=data, algorithm="fedavg", devices_per_round=3, learning_rate=1e10, rounds=1, engine=engine)
+    settings = {"algorithm": "fedavg", "devices_per_round": 3, "learning_rate": 1e10, "rounds": 1, "engine": engine}
     with pytest.raises(fc.FedcontextError, match=r"device 1: .* NaN"), np.errstate(all="ignore"):
-        list(rounds)
+        fc.train(data=data, **settings)
 
 
 @pytest.mark.parametrize("engine", ["reference", "numba"])
