@@ -84,15 +84,16 @@ def lowest_step(loss: Loss, gradient: Gradient, directions: FloatArray, first: F
         x, value = 0 * x, value_at_zero
     slope = basis @ gradient(x @ basis)
     inverse = np.eye(len(x)) * 0.1 * scale / (float(np.linalg.norm(slope)) or 1.0)
+    stalled = 0
     for _ in range(ITERATIONS):
         direction = -inverse @ slope
         if not slope @ direction < 0:
             break
         move, lower = _line_search(loss_at, x, direction, value, float(slope @ direction))
-        decrease, value = value - lower, lower
-        if decrease <= TOLERANCE * abs(value):
-            return np.asarray((x + move) @ basis)
-        x, before = x + move, slope
+        stalled = stalled + 1 if value - lower <= TOLERANCE * abs(lower) else 0
+        x, value, before = x + move, lower, slope
+        if stalled == 2:  # one short step can be a poor estimate of the curvature
+            break
         slope = basis @ gradient(x @ basis)
         inverse = _bfgs(inverse, move, slope - before)
     return np.asarray(x @ basis)
