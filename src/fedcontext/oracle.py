@@ -19,6 +19,7 @@ from fedcontext.plan import IntArray
 from fedcontext.sums import flat, unflat
 
 ITERATIONS = 30  # of BFGS, a few passes over all data each
+HALVINGS = 40  # of a step that is too long; the first can be by orders of magnitude
 TOLERANCE = 1e-6  # relative decrease of the loss below which to stop; float32 losses resolve about 1e-7
 Loss = Callable[[FloatArray], float]
 Gradient = Callable[[FloatArray], FloatArray]
@@ -124,7 +125,7 @@ def _line_search(
         while size < 2**10 and (further := loss(x + 2 * size * direction)) < lowest:
             size, lowest = 2 * size, further
         return size * direction, lowest
-    for _ in range(12):
+    for _ in range(HALVINGS):
         size /= 2
         if (lowest := loss(x + size * direction)) <= value + 1e-4 * size * slope:
             return size * direction, lowest
