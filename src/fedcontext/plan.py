@@ -31,6 +31,8 @@ class Stream(IntEnum):
     FLEET = 5
     DATA = 6
     DROPOUT = 7
+    GRADIENT_CODE = 8
+    DIFFERENCE_CODE = 9
 
 
 def generator(seed: int, number: int, stream: Stream, device: int = 0) -> np.random.Generator:
