@@ -153,13 +153,15 @@ class ContextualStrategy(Strategy):
         outcome = self._aggregate(current, list(replies))
         for device, reason in sorted(outcome.excluded.items()):
             log.warning("\t> Excluded device %d: %s", device, reason)
-        self._outcome, aggregation = replace(outcome, replies=()), outcome.aggregation  # frees the updates
+        metrics, aggregation = round_metrics(outcome, self.inner), outcome.aggregation
+        kept = aggregation and replace(aggregation, make_step=_no_step)
+        self._outcome = replace(outcome, replies=(), aggregation=kept)  # frees the updates
         if aggregation is None:
             log.warning("\t> Round %d is lost, the model is unchanged: %s", server_round, outcome.reason)
         else:
             self._carried = outcome.carried
             log.debug("\t> Rule %s: %s", outcome.rule.name, aggregation.info)
-        return (record_of(aggregation.params) if aggregation else None), round_metrics(outcome, self.inner)
+        return (record_of(aggregation.params) if aggregation else None), metrics
 
     def _aggregate(self, current: _Round, replies: list[Message]) -> Outcome:
         failures = sum(reply.has_error() for reply in replies)
@@ -167,7 +169,9 @@ class ContextualStrategy(Strategy):
         sent = {message.metadata.message_id: task for task, message in current.sent}
         device_of, key = self._roster.device_of, self.inner.weighted_by_key
         size = array_bytes(replies)
-        extras = current.extras or Extras(RoundCodes((PLAIN, PLAIN), self.seed, current.number))  # where nobody was asked
+        extras = current.extras or Extras(
+            RoundCodes((PLAIN, PLAIN), self.seed, current.number)
+        )  # where nobody was asked
         parsed, excluded = parse_replies(sent, replies, current.params, extras, device_of, key)
         assert isinstance(self.rule, Rule | SumRule)  # configure_train resolved it
         aggregator = Aggregator(self.rule, self.settings, self.server, current.population)
@@ -313,6 +317,10 @@ class _Round:
     extras: Extras | None = None
     population: int | None = None  # connected devices
     bytes_down: int = 0
+
+
+def _no_step() -> None:
+    return None
 
 
 def _checked(inner: Strategy) -> FedAvg:
