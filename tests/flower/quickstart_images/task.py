@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedcontext.datasets import files
 
-SEED, SAMPLES, OPTIMIZER = 0, 10_000, "momentum"  # a test may set other ones
+SEED, SAMPLES, OPTIMIZER = 0, 6_000, "momentum"  # a test may set other ones
 
 
 class Net(nn.Module):
