@@ -177,10 +177,10 @@ def test_an_interrupted_simulation_goes_on_to_the_same_bits(tmp_path: Path, stop
 @pytest.mark.parametrize("settings", [{"engine": "reference"}, {"engine": "torch", "model": "softmax"}])
 def test_every_engine_goes_on_to_the_same_bits(tmp_path: Path, settings: dict) -> None:
     simulation = fc.prepare(fc.Experiment(rounds=3, epochs=(1, 1), **settings))
-    states = [state for state, _ in simulation.play()]
+    states = [state for state, _ in simulation.run()]
     checkpoint.save(tmp_path / "run", states[0].params, states[0].rule, {})
     found = checkpoint.load(tmp_path / "run", simulation.engine.initial_params())
-    again = [state for state, _ in simulation.play(fc.State(1, found.params, found.rule, states[0].loss))]
+    again = [state for state, _ in simulation.run(fc.State(1, found.params, found.rule, states[0].loss))]
     assert [state.number for state in again] == [2, 3]
     for one, other in zip(leaves(again[-1].params).values(), leaves(states[-1].params).values(), strict=True):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
@@ -230,3 +230,25 @@ def test_a_killed_command_started_again_ends_as_if_never_killed(tmp_path: Path) 
     subprocess.run([*command, tmp_path / "cut"], check=True, capture_output=True)
     assert cut.read_bytes() == whole.read_bytes()
     assert cut.with_suffix(".jsonl").read_text() == whole.with_suffix(".jsonl").read_text()
+
+
+CARRIED = ["fedavg-memory", "fedadam", "scaffold", "feddyn"]
+
+
+@pytest.mark.parametrize("engine", ["reference", "numba", "torch"])
+@pytest.mark.parametrize("algorithm", CARRIED)
+def test_whatever_an_algorithm_carries_is_resumed_to_the_same_bits(tmp_path: Path, algorithm: str, engine: str) -> None:
+    class Killed(BaseException): ...
+
+    def kill(experiment: fc.Experiment, record: fc.RoundRecord) -> None:
+        if record.number == 3:
+            raise Killed
+
+    experiment = fc.Experiment(algorithm=algorithm, engine=engine, rounds=5, epochs=(1, 2), probes=5)
+    runner.run(experiment, tmp_path / "whole", resume=True)
+    with pytest.raises(Killed):
+        runner.run(experiment, tmp_path / "cut", kill, resume=True)
+    runner.run(experiment, tmp_path / "cut", resume=True)
+    for suffix in ("jsonl", "safetensors"):
+        cut, whole = ((tmp_path / run / f"{experiment.name}.{suffix}").read_bytes() for run in ("cut", "whole"))
+        assert cut == whole

@@ -132,9 +132,9 @@ def test_quiet_prints_nothing_while_the_engine_compiles(tmp_path, command):
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])
 def test_the_saved_model_is_that_of_the_last_round(tmp_path, suffix):
     path = tmp_path / "models" / f"model.{suffix}"
-    assert call("run", *FEW, "--save", path, cwd=tmp_path).returncode == 0
+    assert call("run", *FEW, "--algorithm", "fedavg", "--save", path, cwd=tmp_path).returncode == 0
     load = np.load if suffix == "npz" else pytest.importorskip("safetensors.numpy").load_file
-    *_, (state, _) = fc.prepare(fc.Experiment(rounds=3, engine="reference")).play()
+    *_, (state, _) = fc.prepare(fc.Experiment(rounds=3, engine="reference", algorithm="fedavg")).run()
     np.testing.assert_array_equal(load(path)["params"], state.params)
     assert list(path.parent.iterdir()) == [path]
 
@@ -176,7 +176,7 @@ def test_what_rounds_to_zero_has_no_minus():
 def test_lost_rounds_are_printed(tmp_path):
     few = (*FEW, "--algorithms", "fedavg,folb", "--seeds", "0,1")
     for command, lost_by in (
-        (("run", *FEW), "fedavg-contextual 3 of 3"),
+        (("run", *FEW), "fedavg-memory 3 of 3"),
         (("compare", *few), "fedavg 6 of 6, folb 6 of 6"),
     ):
         lost = call(*command, "--deadline", "1e-6", cwd=tmp_path)
@@ -187,7 +187,11 @@ def test_lost_rounds_are_printed(tmp_path):
 
 def test_algorithms_and_data_are_listed(tmp_path):
     listed = json.loads(call("algorithms", "--json", cwd=tmp_path).stdout)
-    assert {row["name"]: row["needs"] for row in listed}["folb"] == "own gradients"
+    by_name = {row["name"]: row for row in listed}
+    assert by_name["folb"]["needs"] == "own gradients"
+    assert by_name["fedadam"]["server"] == "fedadam"
+    assert (by_name["scaffold"]["keeps"], by_name["fedavg"]["keeps"]) == ("one model", "nothing")
+    assert by_name["oracle-span"]["oracle"] == "looks at all data"
     assert "fedprox-expected" in call("algorithms", cwd=tmp_path).stdout
     shown = call("data", "list", cwd=tmp_path).stdout
     names = ("synthetic-iid", "synthetic-A-B", "synthetic-A-B-N", "mnist", "femnist", "leaf:PATH")
@@ -210,7 +214,6 @@ BAD = {
     "negative rounds": (["run", "--rounds", "-1"], "rounds must be an integer of at least 1, got '-1'"),
     "word for a number": (["run", "--rounds", "many"], "rounds must be an integer of at least 1, got 'many'"),
     "too many devices": (["run", "--devices-per-round", "31"], "devices per round must be between 1 and 30"),
-    "k2": (["run", "--k2", "31"], "k2 must be between 0 and 30"),
     "k2 word": (
         ["run", "--k2", "some"],
         "k2 must be 0 (the cohort), N (all devices) or a number of devices, got 'some'",
@@ -222,7 +225,10 @@ BAD = {
     "model file": (["run", "--save", "model.pt"], "a model file must end in .npz or .safetensors, got model.pt"),
     "over-selection": (["run", "--over-select", "nan"], "over_select must be a number of at least 0"),
     "mu of a later algorithm": (["compare", "--mu", "-1"], "mu must be a number of at least 0"),
-    "everyone on demand": (["run", "--dataset", "synthetic-1-1-50"], "set probes to cohort or a number"),
+    "everyone on demand": (
+        ["run", "--dataset", "synthetic-1-1-50", "--probes", "all"],
+        "set probes to cohort or a number",
+    ),
     "out is a file": (["run", "--out", "odd.toml", "--rounds", "1"], "odd.toml"),
     "epochs": (
         ["run", "--epochs", "5..1"],

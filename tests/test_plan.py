@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fedcontext as fc
 from fedcontext.errors import FedcontextError
 from fedcontext.fleet import PROFILES, make_fleet, replies
-from fedcontext.plan import Stream, batches, generator, plan_round
+from fedcontext.plan import Stream, batches, generator, orders, plan_round
 
 
 @given(st.integers(0, 1000), st.integers(1, 50), st.integers(1, 40))
@@ -34,13 +34,13 @@ def test_a_negative_seed_is_refused():
         generator(-1, 0, Stream.DATA)
 
 
-@given(st.integers(0, 100), st.sampled_from([None, 3, 30, "cohort", "all"]), st.sampled_from([0, 7, 20]))
+@given(st.integers(0, 100), st.sampled_from([None, 3, 30, 99, "cohort", "all"]), st.sampled_from([0, 7, 20]))
 def test_probes_and_pool_do_not_change_the_cohort(seed, probes, pool):
     plain = plan_round(seed, 4, 30)
     other = plan_round(seed, 4, 30, probes=probes, pool=pool)
     np.testing.assert_array_equal(plain.devices, other.devices)
     np.testing.assert_array_equal(plain.epochs, other.epochs)
-    assert len(other.probes) == {None: 0, "cohort": 10, "all": 30}.get(probes, probes)
+    assert len(other.probes) == {None: 0, "cohort": 10, "all": 30, 99: 30}.get(probes, probes)
     if probes == "cohort":
         np.testing.assert_array_equal(other.probes, other.devices)
     assert not set(other.pool.tolist()) & set(other.devices.tolist())
@@ -52,6 +52,13 @@ def test_selection_is_uniform_and_rounds_differ():
     for number in range(1, 401):
         counts[plan_round(0, number, 20, devices_per_round=5).devices] += 1
     assert abs(counts - 100).max() < 40  # 4.6 standard deviations
+
+
+@given(st.integers(0, 2**40), st.integers(1, 99), st.integers(0, 999), st.integers(1, 300), st.integers(1, 5))
+def test_batch_orders_are_successive_permutations_of_one_generator(seed, number, device, samples, epochs):
+    random = generator(seed, number, Stream.BATCHES, device)
+    expected = [random.permutation(samples) for _ in range(epochs)]
+    np.testing.assert_array_equal(orders(seed, number, device, samples, epochs), expected)
 
 
 @given(st.integers(1, 60), st.integers(1, 4), st.integers(1, 70))
@@ -68,8 +75,8 @@ def test_every_epoch_sees_every_sample_once(samples, epochs, size):
         ({"devices_per_round": 31}, "devices per round must be between 1 and 30"),
         ({"epochs": (0, 5)}, "epochs must be a range"),
         ({"epochs": (5, 2)}, "epochs must be a range"),
-        ({"probes": 31}, "probes must be 'cohort', 'all' or a number from 1 to 30, got 31"),
-        ({"probes": "N"}, "probes must be 'cohort', 'all' or a number from 1 to 30, got 'N'"),
+        ({"probes": 0}, "probes must be 'cohort', 'all' or a number of at least 1, got 0"),
+        ({"probes": "N"}, "probes must be 'cohort', 'all' or a number of at least 1, got 'N'"),
         ({"pool": 21}, "pool must be between 0 and 20"),
         ({"over_select": -0.1}, "over-selection must be 0 or more"),
         ({"over_select": float("nan")}, "over-selection must be 0 or more"),

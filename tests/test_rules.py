@@ -247,3 +247,68 @@ def test_at_the_implied_smoothness_averaging_is_the_minimiser_along_its_own_step
     else:
         beta = -(g @ d) / (d @ d)
         assert close(moved, step(updates, g, fc.contextual(beta)))
+
+
+def test_fednova_is_the_mean_of_normalised_updates_times_the_mean_number_of_steps():
+    """Eq. 7 of Wang et al.: Σ pₖ τₖ · Σ pₖ Δₖ/τₖ."""
+    updates = np.random.default_rng(0).standard_normal((3, 6))
+    samples, steps = np.array([10.0, 30.0, 60.0]), np.array([2.0, 5.0, 40.0])
+    for averaging, p in (("samples", samples / 100), ("mean", np.full(3, 1 / 3))):
+        moved = fc.aggregate(np.zeros(6), list(updates), samples=samples, steps=steps, rule=fc.fednova(averaging))
+        expected = (p * steps).sum() * sum(p[k] * updates[k] / steps[k] for k in range(3))
+        np.testing.assert_allclose(moved.params, expected)
+    with pytest.raises(FedcontextError, match="needs the number of local SGD steps of each device: give steps"):
+        fc.aggregate(np.zeros(6), list(updates), samples=samples, rule=fc.fednova())
+    with pytest.raises(FedcontextError, match=r"steps must be positive, got \[1.0, 0.0, 2.0\]"):
+        fc.aggregate(np.zeros(6), list(updates), samples=samples, steps=[1, 0, 2], rule=fc.fednova())
+
+
+def test_with_equal_steps_fednova_is_averaging():
+    updates = list(np.random.default_rng(0).standard_normal((3, 6)))
+    given_ = {"samples": [1, 2, 3], "steps": [7, 7, 7]}
+    moved, averaged = (fc.aggregate(np.zeros(6), updates, rule=r, **given_) for r in (fc.fednova(), fc.by_samples()))
+    np.testing.assert_allclose(moved.params, averaged.params)
+
+
+@given(problems(), st.floats(1e-6, 1))
+def test_fedexp_is_the_printed_formula(problem, epsilon):
+    """Eq. 4 of Jhunjhunwala et al.: η = max(1, Σ‖Δₖ‖² / (2 M (‖mean Δ‖² + ε)))."""
+    updates, _, _ = problem
+    d = updates.mean(axis=0)
+    rate = max(1, (updates**2).sum() / (2 * len(updates) * (d @ d + epsilon)))
+    moved = fc.aggregate(np.zeros(len(d)), list(updates), rule=fc.fedexp(epsilon)).params
+    np.testing.assert_allclose(moved, rate * d, rtol=1e-6, atol=1e-9 * np.abs(updates).max())
+
+
+@given(problems(most=8, largest=40), st.sampled_from([0, 0.05, 0.2, 1]), st.integers(0, 99))
+def test_no_feasible_combination_of_normalised_updates_is_shorter_than_fedmgdas(problem, epsilon, seed):
+    updates, _, _ = problem
+    lengths = np.linalg.norm(updates, axis=1)
+    assume((lengths > 1e-9).all())
+    count, unit = len(updates), updates / lengths[:, None]
+    result = fc.aggregate(np.zeros(updates.shape[1]), list(updates), rule=fc.fedmgda(epsilon))
+    shares = result.weights * lengths
+    assert shares.sum() == pytest.approx(1)
+    assert (shares >= -1e-9).all()
+    assert np.abs(shares - 1 / count).max() <= epsilon + 1e-9
+    random = np.random.default_rng(seed)
+    for other in random.dirichlet(np.full(count, 0.5), 200):
+        reach = np.abs(other - 1 / count).max()
+        other = 1 / count + (other - 1 / count) * min(1, epsilon / max(reach, 1e-12))
+        assert np.linalg.norm(result.params) <= np.linalg.norm(other @ unit) + 1e-6
+
+
+def test_fedmgda_goes_uphill_for_no_device():
+    """The min-norm point d has <d, Δₖ> >= ‖d‖² ‖Δₖ‖ for every device: to first order no device's loss rises."""
+    for seed in range(20):
+        updates = np.random.default_rng(seed).standard_normal((10, 30)) + 0.3
+        d = fc.aggregate(np.zeros(30), list(updates), rule=fc.fedmgda()).params
+        assert (updates @ d / np.linalg.norm(updates, axis=1) >= d @ d - 1e-6).all()
+
+
+def test_fedmgda_leaves_out_devices_that_did_not_move():
+    updates = [np.zeros(2), np.array([2.0, 0.0]), np.array([0.0, 0.5])]
+    np.testing.assert_allclose(fc.aggregate(np.zeros(2), updates, rule=fc.fedmgda()).weights, [0, 0.25, 1])
+    assert not fc.aggregate(np.zeros(2), [np.zeros(2)] * 2, rule=fc.fedmgda()).weights.any()
+    with pytest.raises(FedcontextError, match="epsilon must be from 0 to 1, got 2"):
+        fc.fedmgda(2)

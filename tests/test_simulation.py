@@ -11,6 +11,7 @@ import pytest
 import fedcontext as fc
 from fedcontext import records
 from fedcontext.algorithms import ALGORITHMS, Hyperparameters, contextual_version, fedavg
+from fedcontext.arrays.tree import leaves
 from fedcontext.engines.base import Work, engine_named
 from fedcontext.engines.softmax import SoftmaxReference
 from fedcontext.errors import FedcontextError
@@ -18,6 +19,7 @@ from fedcontext.experiment import settings_from_toml
 from fedcontext.local_sgd import LocalSGD
 from fedcontext.results.summary import summarise
 from fedcontext.runner import run
+from fedcontext.server import fedadam, server_sgd
 from fedcontext.toml import to_toml
 
 SMALL = {"rounds": 4, "devices_per_round": 4, "learning_rate": 0.1, "smoothness": 3.0}
@@ -148,6 +150,41 @@ def test_objects_take_the_place_of_names(small_data):
     assert len(engine.works) == 4
 
 
+@pytest.mark.parametrize("rule", [fc.mean(), fc.contextual(3.0), fc.fedexp(), fc.contextual_memory()])
+@pytest.mark.parametrize("optimizer", [server_sgd(0.5), fedadam(0.2)])
+def test_a_server_optimizer_acts_on_the_step_of_any_rule(small_data, rule, optimizer):
+    plain = fc.Algorithm("plain", LocalSGD(0.1, 10), rule)
+    optimized = dataclasses.replace(plain, server=optimizer)
+    start = SoftmaxReference(small_data).initial_params()
+    settings = {"rounds": 1, "engine": "reference", "probes": 3}
+    ((step, _),), ((moved, record),) = (play(small_data, made, **settings) for made in (plain, optimized))
+    expected, state = optimizer.update(step.params - start, optimizer.init(start), start)
+    np.testing.assert_allclose(moved.params, start + expected, rtol=1e-5, atol=1e-7)
+    assert leaves([moved.server]).keys() == leaves([state]).keys()
+    assert record.promised_change is None  # the bound is about the rule's own step
+
+
+def test_a_server_learning_rate_scales_the_step_of_any_algorithm(small_data, algorithm):
+    settings = {"rounds": 1, "engine": "reference", "probes": 3, "server_momentum": 0.0}
+    rates = [play(small_data, algorithm, server_learning_rate=rate, **settings)[0][0].params for rate in (0.4, 0.8)]
+    np.testing.assert_allclose(2 * rates[0], rates[1], rtol=1e-4, atol=1e-6)
+
+
+def test_a_server_step_that_overflows_is_refused(small_data):
+    with pytest.raises(FedcontextError, match="lower the server learning rate"):
+        play(small_data, "fedavg", server_learning_rate=1e39)
+
+
+def test_batch_statistics_are_averaged_whatever_the_server_optimizer(small_data):
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+    settings = {"model": model, "rounds": 1, "batch_size": 25}
+    plain, adam = (play(small_data, name, **settings)[0][0].params for name in ("fedavg", "fedadam"))
+    for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
+        assert torch.equal(plain[name], adam[name])
+    assert not torch.equal(plain["2.weight"], adam["2.weight"])
+
+
 def test_my_torch_module_trains_in_one_line(small_data):
     torch = pytest.importorskip("torch")
     model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
@@ -234,12 +271,11 @@ def test_impossible_experiments_are_refused_at_once(settings):
     ("settings", "message"),
     [
         ({"smoothness": "steep"}, "smoothness must be"),
-        ({"smoothness": -1.0}, "smoothness must be positive"),
-        ({"fleet": "fast"}, "fleet must be one of"),
+        ({"smoothness": -1.0}, "smoothness must be a positive number"),
+        ({"fleet": "fast"}, "fleet must be even or edge"),
         ({"engine": "warp"}, "engine must be one of"),
-        ({"mu": -1.0, "algorithm": "fedprox"}, "mu must be 0 or more"),
+        ({"mu": -1.0, "algorithm": "fedprox"}, "mu must be a number of at least 0"),
         ({"devices_per_round": 13}, "devices per round must be between 1 and 12"),
-        ({"probes": 13}, "probes must be 'cohort', 'all' or a number from 1 to 12"),
     ],
 )
 def test_impossible_settings_are_refused_before_the_first_round(small_data, settings, message):
@@ -329,7 +365,7 @@ def test_every_engine_refuses_params_of_another_model_and_trains_nobody_for_nobo
         lambda: made.gradient(other, np.arange(12), np.full(12, 1 / 12)),
         lambda: made.evaluate(other),
     ):
-        with pytest.raises(FedcontextError, match="params must be"):
+        with pytest.raises(FedcontextError, match="params must"):
             ask()
 
 

@@ -186,8 +186,8 @@ def test_whole_runs_match_the_reference_engine(algorithm, probes):
         "pool": 4,
     }
     settings |= {"learning_rate": 0.1, "data": data}
-    theirs = list(fc.rounds(**settings, engine="reference"))
-    ours = list(fc.rounds(**settings, engine="torch", model="logistic", device="cpu"))
+    theirs = fc.train(**settings, engine="reference").records
+    ours = fc.train(**settings, engine="torch", model="logistic", device="cpu").records
     for one, other in zip(ours, theirs, strict=True):
         assert one.devices == other.devices
         assert one.loss == pytest.approx(other.loss, rel=1e-5)
@@ -196,16 +196,16 @@ def test_whole_runs_match_the_reference_engine(algorithm, probes):
 
 def test_momentum_decay_and_clipping_reach_a_run():
     settings = {"algorithm": "fedavg", "rounds": 1, "devices_per_round": 5, "data": some_data(), "engine": "torch"}
-    losses = {next(iter(fc.rounds(**settings, device="cpu"))).loss}
+    losses = {fc.train(**settings, device="cpu").records[0].loss}
     for more in ({"momentum": 0.9}, {"weight_decay": 0.5}, {"clip": 0.01}):
-        losses.add(next(iter(fc.rounds(**settings, **more, device="cpu"))).loss)
+        losses.add(fc.train(**settings, **more, device="cpu").records[0].loss)
     assert len(losses) == 4
 
 
 def test_measured_smoothness_is_the_reference_engines():
     settings = {"dataset": "synthetic-iid", "rounds": 1, "smoothness": "measured", "epochs": (1, 1)}
-    (theirs,) = fc.rounds(**settings, engine="reference")
-    (ours,) = fc.rounds(**settings, engine="torch", device="cpu")
+    (theirs,) = fc.train(**settings, engine="reference").records
+    (ours,) = fc.train(**settings, engine="torch", device="cpu").records
     assert ours.smoothness == pytest.approx(theirs.smoothness, rel=0.03)
 
 
@@ -308,8 +308,8 @@ def test_a_whole_run_with_batch_norm_improves():
     data = fc.load_dataset("synthetic-iid")
     module = nn.Sequential(nn.Linear(60, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
     settings = {"algorithm": "fedavg", "rounds": 3, "epochs": (1, 2), "batch_size": 10_000}
-    simulation = fc.prepare(fc.Experiment(**settings), data, TorchEngine(data, module, **CPU))
-    losses = [record.loss for _, record in simulation.play()]
+    simulation = fc.prepare(fc.Experiment(**settings), data=data, engine=TorchEngine(data, module, **CPU))
+    losses = [record.loss for _, record in simulation.run()]
     assert losses[-1] < losses[0]
 
 
@@ -375,7 +375,7 @@ def test_a_model_runs_by_its_name(model):
     }
     experiment = fc.Experiment(**settings, model=model, device="cpu", learning_rate=0.05)
     assert experiment.engine == "torch"
-    records = [record for _, record in fc.prepare(experiment, some_data(sizes=(6, 5, 4), dimension=144)).play()]
+    records = [record for _, record in fc.prepare(experiment, data=some_data(sizes=(6, 5, 4), dimension=144)).run()]
     assert all(np.isfinite(record.loss) for record in records)
     assert records[0].promised_change < 0
 

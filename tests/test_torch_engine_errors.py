@@ -267,15 +267,21 @@ def test_gradients_of_many_samples_on_a_cpu_warn_once():
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"engine": "reference", "model": "cnn"}, "model cnn needs engine 'torch', got 'reference'"),
-        ({"engine": "reference", "device": "cuda"}, "device cuda needs engine 'torch', got 'reference'"),
+        (
+            {"engine": "reference", "model": "cnn"},
+            "engine 'reference' does not support model 'cnn'; use engine 'torch'",
+        ),
+        (
+            {"engine": "reference", "device": "cuda"},
+            "engine 'reference' does not support device 'cuda'; use engine 'torch'",
+        ),
         (
             {"engine": "torch", "model": "gpt"},
             "model must be one of softmax, logistic, mlp, cnn-small, cnn, resnet18, got 'gpt'",
         ),
         ({"engine": "torch", "model": "cnn"}, "needs square images of 1 or 3 channels, got 60 features"),
         (
-            {"engine": "torch", "dataset": "synthetic-1-1-40", "k2": 0},
+            {"engine": "torch", "dataset": "synthetic-1-1-40", "probes": "cohort"},
             "engine 'torch' does not support data made on demand",
         ),
         ({"engine": "torch", "device": "tpu"}, "device must be auto, cpu or cuda, got 'tpu'"),
@@ -283,7 +289,7 @@ def test_gradients_of_many_samples_on_a_cpu_warn_once():
 )
 def test_experiments_with_unsupported_models_or_devices_raise(settings, sentence):
     with pytest.raises(FedcontextError, match=sentence):
-        fc.rounds(**{"dataset": "synthetic-iid", "rounds": 1, **settings})
+        fc.train(**{"dataset": "synthetic-iid", "rounds": 1, **settings})
 
 
 @pytest.mark.parametrize("engine", ["reference", "numba"])
@@ -293,4 +299,4 @@ def test_other_engines_do_not_support_momentum(engine):
     with pytest.raises(
         FedcontextError, match=rf"engine '{engine}' does not support momentum \(got 0\.9\); use engine 'torch'"
     ):
-        fc.rounds(dataset="synthetic-iid", rounds=1, momentum=0.9, engine=engine)
+        fc.train(dataset="synthetic-iid", rounds=1, momentum=0.9, engine=engine)

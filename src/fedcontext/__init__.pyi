@@ -40,6 +40,9 @@ from fedcontext.rules import bound as bound
 from fedcontext.rules import by_samples as by_samples
 from fedcontext.rules import contextual as contextual
 from fedcontext.rules import expected_contextual as expected_contextual
+from fedcontext.rules import fedexp as fedexp
+from fedcontext.rules import fedmgda as fedmgda
+from fedcontext.rules import fednova as fednova
 from fedcontext.rules import folb as folb
 from fedcontext.rules import mean as mean
 from fedcontext.rules import stateless as stateless

@@ -75,6 +75,7 @@ def aggregate(
     probe_weights: Iterable[float] | None = None,
     pool: Structures | None = None,
     population: int | None = None,
+    steps: Iterable[float] | None = None,
     layers: Iterable[str | int] | None = None,
     buffers: Iterable[str | int] = (),
     smoothness: float | None = None,
@@ -91,7 +92,7 @@ def aggregate(
     Args:
         params: the global model: an array, or a list, tuple or mapping of arrays (a ``state_dict`` as it is).
         updates: the devices' updates Δₖ = wₖ - w, each like ``params``; a mapping gives the devices names. Or a whole
-            `Report`, which holds this and the next seven arguments.
+            `Report`, which holds this and the arguments from ``gradient`` to ``steps``.
         rule: how to weigh them, such as ``contextual(smoothness=1 / learning_rate)``.
         gradient: one estimate of the global gradient at ``params``; leaves outside the geometry may be missing.
         gradients: instead of it, the probes' gradients, averaged with ``probe_weights`` (equal where None).
@@ -101,6 +102,7 @@ def aggregate(
         probe_weights: how much each probe's gradient counts, such as its number of samples.
         pool: updates of devices outside the cohort; they inform `expected_contextual` and are not applied.
         population: the number of devices in all, where known.
+        steps: the number of local SGD steps of each device, for `fednova`.
         layers: names (or positions) of the leaves that enter the geometry; the weights apply to all leaves.
         buffers: leaves that are averaged instead of weighted, as are all that do not hold floating point.
         smoothness: the β at which the bound on the loss change is reported; the rule's own where None.
@@ -122,7 +124,7 @@ def aggregate(
         report = updates
     else:
         report = Report(
-            updates, samples, gradient, gradients, probe_weights, own_gradients, pool, differences, population
+            updates, samples, gradient, gradients, probe_weights, own_gradients, pool, differences, population, steps
         )
     model = _Model.of(params, None if isinstance(rule, SumRule) else layers, buffers)
     vectors = validate(report, model.leaves, model.measured)
@@ -229,11 +231,13 @@ def _check_needs(rule: AnyRule, report: Report, model: _Model) -> None:
         raise FedcontextError("no floating-point leaf enters the geometry; check layers and buffers")
     given = {
         "samples": report.samples is not None,
+        "steps": report.steps is not None,
         "gradient": any(x is not None for x in (report.gradient, report.gradients, report.own_gradients)),
         "own gradients": report.own_gradients is not None,
     }
     arguments = {
         "samples": "the number of samples of each device: give samples",
+        "steps": "the number of local SGD steps of each device: give steps",
         "gradient": "a gradient: give gradient, gradients or own_gradients",
         "own gradients": "the gradient of each update's device: give own_gradients",
     }

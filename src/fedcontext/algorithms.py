@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
 
-from fedcontext import rules
+from fedcontext import rules, server, variates
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.local_sgd import LocalSGD, proximal, sgd
 from fedcontext.memory import contextual_memory
-from fedcontext.rules import AnyRule
-
-Averaging: TypeAlias = Literal["mean", "samples"]
+from fedcontext.rules import AnyRule, Averaging
+from fedcontext.server import ServerOptimizer, server_sgd
+from fedcontext.variates import ControlVariates
 
 
 @dataclass(frozen=True)
@@ -23,16 +22,23 @@ class Hyperparameters:
     smoothness: float  # β of the bound; the paper's choice is 1 / learning_rate
     batch_size: int = 10
     mu: float = 0.1
+    server_learning_rate: float | None = None  # None is the algorithm's own default
+    server_momentum: float = 0.9  # of FedAvgM; β₁ of FedAdam and FedYogi
     averaging: Averaging = "mean"
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How devices train, and the rule by which the server aggregates what they send."""
+    """How devices train, the rule by which the server aggregates what they send, and how it applies the rule's step."""
 
     name: str
     local: LocalSGD
     rule: AnyRule
+    server: ServerOptimizer | None = None  # None adds the step to the params as it is
+    variates: ControlVariates | None = None  # state that devices keep between rounds
+    oracle: bool = (
+        False  # whether the step minimises the loss of all devices over the rule's directions: simulations only
+    )
 
 
 def fedavg(h: Hyperparameters) -> Algorithm:
@@ -53,6 +59,66 @@ def folb(h: Hyperparameters) -> Algorithm:
     return replace(fedprox(h), name="folb", rule=rules.folb())
 
 
+def fedavgm(h: Hyperparameters) -> Algorithm:
+    """Return FedAvgM (Hsu et al. 2019): FedAvg with momentum on the server."""
+    optimizer = server.fedavgm(_server_rate(h, 1.0), h.server_momentum)
+    return replace(fedavg(h), name="fedavgm", server=optimizer)
+
+
+def fedadagrad(h: Hyperparameters) -> Algorithm:
+    """Return FedAdagrad (Reddi et al. 2021): FedAvg with Adagrad on the server."""
+    return replace(fedavg(h), name="fedadagrad", server=server.fedadagrad(_server_rate(h, 0.1)))
+
+
+def fedadam(h: Hyperparameters) -> Algorithm:
+    """Return FedAdam (Reddi et al. 2021): FedAvg with Adam on the server."""
+    optimizer = server.fedadam(_server_rate(h, 0.1), h.server_momentum)
+    return replace(fedavg(h), name="fedadam", server=optimizer)
+
+
+def fedyogi(h: Hyperparameters) -> Algorithm:
+    """Return FedYogi (Reddi et al. 2021): FedAvg with Yogi on the server."""
+    optimizer = server.fedyogi(_server_rate(h, 0.1), h.server_momentum)
+    return replace(fedavg(h), name="fedyogi", server=optimizer)
+
+
+def fednova(h: Hyperparameters) -> Algorithm:
+    """Return FedNova (Wang et al. 2020): FedAvg with every update divided by its number of local steps."""
+    return replace(fedavg(h), name="fednova", rule=rules.fednova(h.averaging))
+
+
+def fedexp(h: Hyperparameters) -> Algorithm:
+    """Return FedExP (Jhunjhunwala et al. 2023): FedAvg with an extrapolated server step."""
+    return replace(fedavg(h), name="fedexp", rule=rules.fedexp())
+
+
+def fedmgda(h: Hyperparameters) -> Algorithm:
+    """Return FedMGDA+ (Hu et al. 2022): the shortest convex combination of the normalised updates."""
+    return replace(fedavg(h), name="fedmgda", rule=rules.fedmgda())
+
+
+def scaffold(h: Hyperparameters) -> Algorithm:
+    """Return SCAFFOLD (Karimireddy et al. 2020, option II): FedAvg with control variates against client drift."""
+    return replace(fedavg(h), name="scaffold", variates=variates.scaffold(h.learning_rate))
+
+
+def feddyn(h: Hyperparameters) -> Algorithm:
+    """Return FedDyn (Acar et al. 2021): FedProx's local training with a dynamic linear term, α = μ."""
+    return replace(fedprox(h), name="feddyn", variates=variates.feddyn(h.mu))
+
+
+def with_server_rate(algorithm: Algorithm, h: Hyperparameters) -> Algorithm:
+    """Return an algorithm without a server optimiser with its step scaled by the server learning rate, if one is set.
+
+    >>> h = Hyperparameters(learning_rate=0.1, smoothness=10, server_learning_rate=2.0)
+    >>> with_server_rate(fedavg(h), h).server.name
+    'server_sgd'
+    """
+    if algorithm.server is not None or h.server_learning_rate is None:
+        return algorithm
+    return replace(algorithm, server=server_sgd(h.server_learning_rate))
+
+
 def contextual_version(algorithm: Algorithm | str, smoothness: float) -> Algorithm:
     """Return ``algorithm`` with the paper's aggregation in place of its own (Algorithm 2).
 
@@ -62,7 +128,7 @@ def contextual_version(algorithm: Algorithm | str, smoothness: float) -> Algorit
     0.1
     """
     base = _resolved(algorithm, smoothness)
-    return replace(base, name=f"{base.name}-contextual", rule=rules.contextual(smoothness))
+    return replace(base, name=f"{base.name}-contextual", rule=rules.contextual(smoothness), oracle=False)
 
 
 def expected_version(algorithm: Algorithm | str, smoothness: float) -> Algorithm:
@@ -72,7 +138,7 @@ def expected_version(algorithm: Algorithm | str, smoothness: float) -> Algorithm
     'fedavg-expected'
     """
     base = _resolved(algorithm, smoothness)
-    return replace(base, name=f"{base.name}-expected", rule=rules.expected_contextual(smoothness))
+    return replace(base, name=f"{base.name}-expected", rule=rules.expected_contextual(smoothness), oracle=False)
 
 
 def memory_version(algorithm: Algorithm) -> Algorithm:
@@ -81,7 +147,17 @@ def memory_version(algorithm: Algorithm) -> Algorithm:
     >>> memory_version(fedavg(Hyperparameters(learning_rate=0.1, smoothness=10))).name
     'fedavg-memory'
     """
-    return replace(algorithm, name=f"{algorithm.name}-memory", rule=contextual_memory())
+    return replace(algorithm, name=f"{algorithm.name}-memory", rule=contextual_memory(), oracle=False)
+
+
+def oracle_span(h: Hyperparameters) -> Algorithm:
+    """Return an oracle that no federation can run: the lowest loss of all devices in the span of FedAvg's updates."""
+    return replace(fedavg(h), name="oracle-span", oracle=True)
+
+
+def oracle_memory(h: Hyperparameters) -> Algorithm:
+    """Return an oracle that no federation can run: the lowest loss in the four directions of `contextual_memory`."""
+    return replace(memory_version(fedavg(h)), name="oracle-memory", oracle=True)
 
 
 ALGORITHMS: dict[str, Callable[[Hyperparameters], Algorithm]] = {
@@ -94,6 +170,17 @@ ALGORITHMS: dict[str, Callable[[Hyperparameters], Algorithm]] = {
     "fedprox-expected": lambda h: expected_version(fedprox(h), h.smoothness),
     "fedavg-memory": lambda h: memory_version(fedavg(h)),
     "fedprox-memory": lambda h: memory_version(fedprox(h)),
+    "fedavgm": fedavgm,
+    "fedadagrad": fedadagrad,
+    "fedadam": fedadam,
+    "fedyogi": fedyogi,
+    "fednova": fednova,
+    "fedexp": fedexp,
+    "fedmgda": fedmgda,
+    "scaffold": scaffold,
+    "feddyn": feddyn,
+    "oracle-span": oracle_span,
+    "oracle-memory": oracle_memory,
 }
 
 
@@ -105,7 +192,11 @@ def algorithm_named(name: str, hyperparameters: Hyperparameters) -> Algorithm:
     """
     if name not in ALGORITHMS:
         raise FedcontextError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {name!r}")
-    return ALGORITHMS[name](hyperparameters)
+    return with_server_rate(ALGORITHMS[name](hyperparameters), hyperparameters)
+
+
+def _server_rate(h: Hyperparameters, default: float) -> float:
+    return default if h.server_learning_rate is None else h.server_learning_rate
 
 
 def _resolved(algorithm: Algorithm | str, smoothness: float) -> Algorithm:

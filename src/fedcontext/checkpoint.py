@@ -75,7 +75,8 @@ def load(path: Path, like: Structure) -> Checkpoint:
     params = {name: _like(path, name, leaf, tensors) for name, leaf in leaves(like).items()}
     if extra := [name for name in tensors if name.startswith(PARAMS) and name.removeprefix(PARAMS) not in params]:
         raise FedcontextError(f"{path}: the checkpoint is of a different model: it also has {', '.join(extra)}")
-    return Checkpoint(rebuild(like, params), _unpack(content["rule"], tensors), content["facts"])
+    state = _unpack(content["rule"], tensors, next(iter(params.values())))
+    return Checkpoint(rebuild(like, params), state, content["facts"])
 
 
 @contextmanager
@@ -125,27 +126,38 @@ def _pack(value: Any, tensors: dict[str, Any]) -> Any:
         return value
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": {key: _pack(child, tensors) for key, child in value.items()}}
+    if isinstance(value, dict) and all(type(key) is int for key in value):
+        return {"by number": [[key, _pack(child, tensors)] for key, child in value.items()]}
     if type(value) in (list, tuple):
         return {type(value).__name__: [_pack(child, tensors) for child in value]}
     if isinstance(value, np.ndarray | np.generic):
         name = f"{RULE}{len(tensors)}"
         tensors[name] = _to_numpy(name, np.asarray(value))
         return {"array": name}
+    if hasattr(value, "shape"):
+        name = f"{RULE}{len(tensors)}"
+        tensors[name] = _to_numpy(name, value)
+        return {"tensor": name}
     raise FedcontextError(
         "a rule's state must consist of numbers, strings, NumPy arrays, lists, tuples and dicts to be saved, "
         f"got {type(value).__name__}"
     )
 
 
-def _unpack(value: Any, tensors: Mapping[str, Any]) -> Any:
+def _unpack(value: Any, tensors: Mapping[str, Any], like: Array) -> Any:
+    """Return what `_pack` packed; tensors in the framework and on the device of ``like``."""
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "array":
         return tensors[content]
+    if kind == "tensor":
+        return _in_framework(tensors[content], like)
     if kind == "dict":
-        return {key: _unpack(child, tensors) for key, child in content.items()}
-    children = [_unpack(child, tensors) for child in content]
+        return {key: _unpack(child, tensors, like) for key, child in content.items()}
+    if kind == "by number":
+        return {key: _unpack(child, tensors, like) for key, child in content}
+    children = [_unpack(child, tensors, like) for child in content]
     return tuple(children) if kind == "tuple" else children
 
 
@@ -166,15 +178,20 @@ def _like(path: Path, name: str, leaf: Array, tensors: Mapping[str, Any]) -> Arr
     actual = "nothing" if saved is None else f"{saved.dtype} {saved.shape}"
     if saved is None or actual != expected:
         raise FedcontextError(f"{path}: {leaf_name(name)} must be {expected}, got {actual}")
-    library = framework(leaf).name
+    return _in_framework(saved, leaf)
+
+
+def _in_framework(saved: Any, like: Array) -> Array:
+    """Return a NumPy array in the framework and on the device of ``like``."""
+    library = framework(like).name
     if library == "PyTorch":
         import torch
 
-        return torch.from_numpy(saved.copy()).to(leaf.device)
+        return torch.from_numpy(saved.copy()).to(like.device)
     if library == "JAX":
         import jax
 
-        return jax.device_put(saved, leaf.sharding)
+        return jax.device_put(saved, like.sharding)
     return saved
 
 

@@ -11,11 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from fedcontext.algorithms import ALGORITHMS, Averaging
+from fedcontext.algorithms import ALGORITHMS
 from fedcontext.datasets import NAMES
 from fedcontext.engines.base import ENGINES
 from fedcontext.errors import FedcontextError
 from fedcontext.fleet import PROFILES
+from fedcontext.rules import Averaging
 from fedcontext.settings import integer, integer_range, number, one_of, setting, text
 from fedcontext.toml import read_toml
 
@@ -40,7 +41,7 @@ class Experiment:
 
     dataset: str = setting("synthetic-1-1", text("NAME"), f"Data set: {', '.join(NAMES)}")
     algorithm: str = setting(
-        "fedavg-contextual", one_of(ALGORITHMS, "NAME"), "Algorithm; `fedcontext algorithms` lists all"
+        "fedavg-memory", one_of(ALGORITHMS, "NAME"), "Algorithm; `fedcontext algorithms` lists all"
     )
     rounds: int = setting(None, integer(1), "Number of rounds", default_text=PUBLISHED, aliases=("num_rounds",))
     seed: int = setting(0, integer(0), "Seed of device selection, local epochs, batch order and fleet")
@@ -49,7 +50,7 @@ class Experiment:
         10, integer(1), "Devices that train in each round (K)", aliases=("k", "cohort", "clients_per_round")
     )
     probes: int | Literal["cohort", "all"] = setting(
-        "all",
+        20,
         integer(1, "cohort", "all"),
         "Devices that report their gradient in each round (K2); cohort is the devices that train",
         aliases=("k2", "K2"),
@@ -64,7 +65,16 @@ class Experiment:
     learning_rate: float = setting(
         None, number(positive=True), "Learning rate of local SGD", default_text=PUBLISHED, aliases=("lr",)
     )
-    mu: float = setting(0.1, number(), "Proximal constant μ of FedProx and FOLB", aliases=("proximal_mu",))
+    mu: float = setting(0.1, number(), "Proximal constant μ of FedProx and FOLB, α of FedDyn", aliases=("proximal_mu",))
+    server_learning_rate: float | Literal["default"] = setting(
+        "default",
+        number("default", positive=True),
+        "Factor of the server's step; the default is 0.1 for FedAdagrad, FedAdam and FedYogi, else 1",
+        aliases=("server_lr", "eta"),
+    )
+    server_momentum: float = setting(
+        0.9, number(), "Momentum of FedAvgM, β₁ of FedAdam and FedYogi", aliases=("beta1", "beta_1")
+    )
     smoothness: float | str = setting(
         "1/lr",
         number("1/lr", "measured", positive=True),

@@ -105,12 +105,14 @@ def replies(
     model_bytes: int,
     *,
     own_gradients: bool = False,
+    state_bytes: int = 0,
     deadline: float | None = None,
 ) -> Replies:
     """Return whose replies arrive before ``deadline``, and what the round cost.
 
     A device sends one reply: its update, its gradient (one more pass over its data) or both. Where more devices train than
-    wanted, the first to reply are kept. ``own_gradients`` asks the whole cohort for gradients too.
+    wanted, the first to reply are kept. ``own_gradients`` asks the whole cohort for gradients too,
+    ``state_bytes`` go to every device that trains beside the params.
 
     >>> from fedcontext.plan import plan_round
     >>> plan, fleet = plan_round(0, 1, 50, over_select=0.5), make_fleet(PROFILES["edge"], 50, seed=0)
@@ -122,8 +124,10 @@ def replies(
         raise FedcontextError(f"deadline must be positive, got {deadline}")
     limit = np.inf if deadline is None else deadline
     both = np.isin(plan.devices, plan.probes) | own_gradients
-    arrivals = fleet.seconds(plan.devices, (plan.epochs + both) * samples[plan.devices], (2 + both) * model_bytes)
-    pool_arrivals = fleet.seconds(plan.pool, plan.pool_epochs * samples[plan.pool], 2 * model_bytes)
+    arrivals = fleet.seconds(
+        plan.devices, (plan.epochs + both) * samples[plan.devices], (2 + both) * model_bytes + state_bytes
+    )
+    pool_arrivals = fleet.seconds(plan.pool, plan.pool_epochs * samples[plan.pool], 2 * model_bytes + state_bytes)
     probe_arrivals = fleet.seconds(plan.probes, samples[plan.probes], 2 * model_bytes)
 
     first = np.sort(np.argsort(arrivals, kind="stable")[: plan.wanted])
@@ -143,6 +147,6 @@ def replies(
         probes=probes,
         excluded=excluded,
         seconds=float(min(limit, np.concatenate([arrivals[first], pool_arrivals, probe_arrivals[~trains]]).max())),
-        bytes_down=int(contacted * model_bytes),
+        bytes_down=int(contacted * model_bytes + (len(plan.devices) + len(plan.pool)) * state_bytes),
         bytes_up=int((len(cohort) + len(pool) + gradients) * model_bytes),
     )

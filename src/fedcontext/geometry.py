@@ -31,6 +31,7 @@ class Report:
     pool: Structures | None = None  # updates of devices outside the cohort; they inform the weights only
     differences: Structures | None = None  # ∇F_p(w) - ∇F_p(w') of the probes, w' the params of the last round
     population: int | None = None  # devices in all
+    steps: Iterable[float] | None = None  # (K,) local SGD steps of each device
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Geometry:
     slopes: FloatArray | None = None  # (P, M) <∇F_p, Δk>
     probe_weights: FloatArray | None = None  # (P,) how much each probe counts; equal where None
     alignments: FloatArray | None = None  # (K,) <∇F_k, ∇f>
+    steps: FloatArray | None = None  # (K,) local SGD steps of each device
 
     @cached_property
     def slope(self) -> FloatArray:
@@ -85,6 +87,7 @@ class Vectors:
     probe_weights: FloatArray | None  # (P,)
     pool: list[Leaves]
     differences: list[Leaves]  # one for each probe, or none
+    steps: FloatArray | None = None  # (K,)
 
 
 def measure(
@@ -104,6 +107,7 @@ def measure(
         samples=vectors.samples,
         slopes=products[:, len(rows) :].T if probes else None,
         probe_weights=vectors.probe_weights,
+        steps=vectors.steps,
         alignments=None if between is None else between[:, len(between) :] @ shares(vectors.probe_weights, len(probes)),
     )
 

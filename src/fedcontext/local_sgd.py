@@ -14,8 +14,8 @@ NAMED = 3  # devices that an error names; the others are counted
 class LocalSGD:
     """Local SGD on F_k(w) + (μ/2)‖w - wᵗ‖², FedProx's convention (the paper prints μ without the half).
 
-    The last three are for the module engine. One step: the batch's gradient is scaled to a norm of at most ``clip``,
-    then g = gradient + weight_decay w + μ (w - wᵗ), v = momentum v + g (v = g at first) and w = w - learning_rate v.
+    The last three are for engine 'torch'. One step: the batch's gradient is scaled to a norm of at most ``clip``, then
+    g = gradient + weight_decay w + μ (w - wᵗ) + correction (of control variates, where there are any), v = momentum v + g (v = g at first) and w = w - learning_rate v.
     """
 
     learning_rate: float
@@ -36,7 +36,7 @@ class LocalSGD:
             raise FedcontextError(f"momentum must be from 0 to below 1, got {self.momentum}")
 
     def check_supported(self, engine: str) -> None:
-        """Refuse what only the module engine does, in the name of an ``engine`` that would pass it over.
+        """Raise an error, in the name of ``engine``, for settings that only engine 'torch' supports.
 
         >>> LocalSGD(0.1, 10, momentum=0.9).check_supported("reference")
         Traceback (most recent call last):

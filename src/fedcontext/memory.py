@@ -21,7 +21,7 @@ import numpy as np
 
 from fedcontext.arrays.tree import FloatArray
 from fedcontext.rules import State, SumRule
-from fedcontext.sums import Sums
+from fedcontext.sums import Sums, dot
 
 MEAN, SCALED, GRADIENT, PREVIOUS = range(4)  # rows of the directions d, p, -m, s
 TINY = 1e-30  # keeps divisions defined
@@ -103,13 +103,13 @@ def memory_step(
     u = np.sqrt(v / (v.mean() + 1e-300))
     scale = 1 / (u + settings.smallest)
     vectors = np.stack([d, d * scale, -m, memory.step])
-    lengths = np.sqrt((vectors * vectors).sum(axis=1)) + TINY
+    lengths = np.array([_norm(vector) for vector in vectors])
     unit = vectors / lengths[:, None]
 
     trust = _followed(memory.trust, 2.0, g, y, memory.step, settings.floor, settings.largest)
-    bend = float(y @ memory.step)  # <y, s>: positive where the loss was convex along the last step
+    bend = dot(y, memory.step)  # <y, s>: positive where the loss was convex along the last step
     fit = _curvature_fit(memory, y, u, settings) if bend > 0 else (memory.normal, memory.right, memory.curvature)
-    slopes = unit @ m
+    slopes = _along(unit, m)
     if sums.product is not None:
         slopes = _half_left_out(slopes, sums, prior, gain, scale, unit, lengths)
     hits, squares, factors = _calibration(slopes, g - y, m, error, memory, settings)
@@ -123,7 +123,9 @@ def memory_step(
     limit = min(settings.reach * trust * reference, max(2 * lengths[PREVIOUS], lengths[MEAN]))
     anchor = _followed(memory.anchor, settings.growth, g, y, memory.deviation, settings.floor / 2, settings.largest)
     untested = settings.cautious and not memory.deviation.any()
-    deviation = _shortened(_shortened(x @ unit, limit) - d, anchor * (lengths[MEAN] if untested else reference))
+    deviation = _shortened(
+        _shortened(_combined(x, unit), limit) - d, anchor * (lengths[MEAN] if untested else reference)
+    )
     if _norm(deviation) <= ROUNDING * reference:
         deviation = np.zeros_like(d)  # rounding errors are no evidence for the anchor
     after = Memory(m, error, v, d + deviation, deviation, unit, slopes, hits, squares, *fit, length, trust, anchor)
@@ -136,8 +138,8 @@ def _first_step(sums: Sums, settings: MemorySettings, population: float) -> tupl
     d, g = sums.mean_update, sums.mean_gradient
     length, unit, slopes = _norm(d), np.zeros((4, len(d))), np.zeros(4)
     unit[MEAN] = d / length
-    slopes[MEAN] = g @ unit[MEAN]
-    implied = max(-float(g @ d), 1e-12) / length**2
+    slopes[MEAN] = dot(g, unit[MEAN])
+    implied = max(-dot(g, d), 1e-12) / length**2
     memory = Memory(
         gradient=g,
         error=sums.variance(sums.gradient_norms, sums.gradient, population),
@@ -182,8 +184,8 @@ def _followed(
     """
     if not move.any():
         return value
-    after = float(g @ move)
-    before = after - float(y @ move)
+    after = dot(g, move)
+    before = after - dot(y, move)
     return float(np.clip(value * growth ** (-after / (abs(after) + abs(before) + TINY)), least, most))
 
 
@@ -193,7 +195,8 @@ def _curvature_fit(
     """Return the normal equations of y ≈ k₁ s + k₂ u∘s over past rounds, and their solution with k >= 0."""
     length = _norm(memory.step)
     z = np.stack([memory.step, u * memory.step]) / length
-    normal, right = settings.decay * memory.normal + z @ z.T, settings.decay * memory.right + z @ y / length
+    normal = settings.decay * memory.normal + _gram(z, z)
+    right = settings.decay * memory.right + _along(z, y) / length
     k = np.linalg.solve(normal + 1e-9 * np.trace(normal) * np.eye(2), right)
     if k.min() < 0:
         single = [np.array([max(right[0], 0) / normal[0, 0], 0]), np.array([0, max(right[1], 0) / normal[1, 1]])]
@@ -208,13 +211,13 @@ def _hessian(
 
     The curvature along -m is at least ‖y‖²/<y, s>: the gradient bends more than the last step did.
     """
-    h = k[0] * unit @ unit.T + k[1] * (unit * u) @ unit.T
-    image, own, secant = h[:, PREVIOUS], h[PREVIOUS, PREVIOUS], unit @ y / length
+    h = k[0] * _gram(unit, unit) + k[1] * _gram(unit * u, unit)
+    image, own, secant = h[:, PREVIOUS], h[PREVIOUS, PREVIOUS], _along(unit, y) / length
     if secant[PREVIOUS] < settings.damping * own:
         share = (1 - settings.damping) * own / (own - secant[PREVIOUS])
         secant = share * secant + (1 - share) * image
     h = h - np.outer(image, image) / own + np.outer(secant, secant) / secant[PREVIOUS]
-    h[GRADIENT, GRADIENT] = max(h[GRADIENT, GRADIENT], float(y @ y) / bend)
+    h[GRADIENT, GRADIENT] = max(h[GRADIENT, GRADIENT], dot(y, y) / bend)
     return np.asarray(h)
 
 
@@ -236,9 +239,9 @@ def _half_left_out(
     q, fresh = sums.probes, sums.mean_gradient - prior
     own = sums.product / q - prior * sums.mean_update  # mean of (gₖ - prior) Δₖ
     result = slopes.copy()
-    for row, total in ((MEAN, own.sum()), (SCALED, own @ scale)):
-        left_out = (q * (unit[row] @ fresh) - total / lengths[row]) / max(q - 1, 1)
-        result[row] = 0.5 * slopes[row] + 0.5 * (unit[row] @ prior + gain * left_out)
+    for row, total in ((MEAN, own.sum()), (SCALED, dot(own, scale))):
+        left_out = (q * dot(unit[row], fresh) - total / lengths[row]) / max(q - 1, 1)
+        result[row] = 0.5 * slopes[row] + 0.5 * (dot(unit[row], prior) + gain * left_out)
     return result
 
 
@@ -250,8 +253,8 @@ def _calibration(
     ``fresh`` = ḡ - ȳ is an unbiased estimate of the gradient at the last params: its slope along each of the last
     directions, over the slope that m had claimed, says how far m can be believed there.
     """
-    before, now = float(memory.gradient @ memory.gradient) + TINY, float(m @ m) + TINY
-    hits = settings.decay * memory.hits + memory.slopes * (memory.directions @ fresh) / before
+    before, now = dot(memory.gradient, memory.gradient) + TINY, dot(m, m) + TINY
+    hits = settings.decay * memory.hits + memory.slopes * _along(memory.directions, fresh) / before
     squares = settings.decay * memory.squares + memory.slopes**2 / before
     prior = np.ones(4)
     prior[GRADIENT] = max(0.0, 1 - error / now)
@@ -284,9 +287,24 @@ def minimise_in_box(h: FloatArray, b: FloatArray, low: FloatArray, high: FloatAr
     return best
 
 
+def _along(rows: FloatArray, vector: FloatArray) -> FloatArray:
+    return np.array([dot(row, vector) for row in rows])
+
+
+def _gram(left: FloatArray, right: FloatArray) -> FloatArray:
+    return np.array([[dot(row, other) for other in right] for row in left])
+
+
+def _combined(coefficients: FloatArray, rows: FloatArray) -> FloatArray:
+    total = coefficients[0] * rows[0]
+    for coefficient, row in zip(coefficients[1:], rows[1:], strict=True):
+        total += coefficient * row
+    return np.asarray(total)
+
+
 def _shortened(vector: FloatArray, limit: float) -> FloatArray:
     return vector * min(1.0, limit / _norm(vector))
 
 
 def _norm(vector: FloatArray) -> float:
-    return float(np.sqrt(vector @ vector)) + TINY
+    return float(np.sqrt(dot(vector, vector))) + TINY

@@ -42,7 +42,7 @@ def generator(seed: int, number: int, stream: Stream, device: int = 0) -> np.ran
     >>> bool(draws[0] == draws[1])
     True
     """
-    entropy = np.array(words(seed, number, stream, device), np.uint32)  # twice as fast as default_rng of the numbers
+    entropy = np.array(words(seed, number, stream, device), np.uint32)  # twice as fast as default_rng(list)
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
 
 
@@ -91,7 +91,8 @@ def plan_round(
 ) -> RoundPlan:
     """Return the plan of round ``number``: a uniform draw without replacement, epochs uniform in a closed range.
 
-    A number of probes is drawn independently of the cohort; the pool is drawn from the devices outside the cohort.
+    A number of probes is drawn independently of the cohort, and is all devices where there are fewer; the pool is drawn
+    from the devices outside the cohort.
 
     >>> plan = plan_round(seed=0, number=1, population=100, devices_per_round=3, probes=2)
     >>> len(plan.devices), len(plan.probes), bool((plan.epochs >= 1).all())
@@ -117,13 +118,13 @@ def plan_round(
 def _probes(seed: int, number: int, population: int, cohort: IntArray, probes: Probes | None) -> IntArray:
     if probes == "cohort":
         return cohort
-    if probes == "all" or probes == population:
+    if probes == "all" or (isinstance(probes, int) and probes >= population):
         return np.arange(population)
     return generator(seed, number, Stream.PROBES).choice(population, probes or 0, replace=False)
 
 
 def batches(seed: int, number: int, device: int, samples: int, epochs: int, size: int) -> Iterator[IntArray]:
-    """Yield the sample indices of each local step: every epoch a fresh shuffle, its last batch maybe smaller.
+    """Yield the sample indices of each local step; the last batch of an epoch may be smaller.
 
     >>> [len(batch) for batch in batches(0, 1, device=4, samples=25, epochs=2, size=10)]
     [10, 10, 5, 10, 10, 5]
@@ -134,13 +135,13 @@ def batches(seed: int, number: int, device: int, samples: int, epochs: int, size
 
 
 def orders(seed: int, number: int, device: int, samples: int, epochs: int) -> IntArray:
-    """Return (epochs, samples), the order in which each epoch of a device visits its samples.
+    """Return (epochs, samples), the order in which each epoch of a device visits its samples: a shuffle per epoch.
 
     >>> orders(0, 1, device=4, samples=3, epochs=2).shape
     (2, 3)
     """
     random = generator(seed, number, Stream.BATCHES, device)
-    return np.array([random.permutation(samples) for _ in range(epochs)])
+    return random.permuted(np.tile(np.arange(samples), (epochs, 1)), axis=1)
 
 
 def _epochs(seed: int, number: int, devices: IntArray, bounds: tuple[int, int]) -> IntArray:
@@ -158,8 +159,8 @@ def _check(
     if not 1 <= epochs[0] <= epochs[1]:
         raise FedcontextError(f"epochs must be a range like 1..20 with 1 <= low <= high, got {epochs[0]}..{epochs[1]}")
     known = probes in (None, "cohort", "all")
-    if not known and not (isinstance(probes, int) and not isinstance(probes, bool) and 1 <= probes <= population):
-        raise FedcontextError(f"probes must be 'cohort', 'all' or a number from 1 to {population}, got {probes!r}")
+    if not known and not (isinstance(probes, int) and not isinstance(probes, bool) and probes >= 1):
+        raise FedcontextError(f"probes must be 'cohort', 'all' or a number of at least 1, got {probes!r}")
     if not 0 <= pool <= population - devices:
         raise FedcontextError(f"pool must be between 0 and {population - devices} (the other devices), got {pool}")
     if not 0 <= over_select < math.inf:

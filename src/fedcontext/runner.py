@@ -114,12 +114,12 @@ def _restore_longer(path: Path, new: bool) -> Iterator[None]:
 
 def _save_state(state: State, path: Path) -> None:
     facts = {"number": state.number, "loss": state.loss}
-    checkpoint.save(path, state.params, state.rule, facts, after=path.with_suffix(".jsonl"))
+    checkpoint.save(path, state.params, state.carried, facts, after=path.with_suffix(".jsonl"))
 
 
 def _load_state(simulation: Simulation, path: Path) -> State:
     saved = checkpoint.load(path, simulation.engine.initial_params())
-    return State(saved.facts["number"], saved.params, saved.rule, saved.facts["loss"])
+    return State(saved.facts["number"], saved.params, loss=saved.facts["loss"], **saved.rule)
 
 
 def run_all(

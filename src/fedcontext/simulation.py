@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from fedcontext.aggregation import Aggregation, aggregate
 from fedcontext.algorithms import Algorithm, Hyperparameters, algorithm_named
-from fedcontext.arrays.tree import FloatArray, Structure, all_finite, kind_of, leaves, rebuild
+from fedcontext.arrays.tree import FloatArray, Leaves, Structure, all_finite, kind_of, leaves, rebuild
 from fedcontext.datasets import FederatedData, load_dataset
 from fedcontext.datasets.federated import full_participation
 from fedcontext.engines.base import Engine, EngineOptions, Work, engine_named
@@ -19,12 +20,16 @@ from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.fleet import Fleet, Replies, make_fleet, profile_named, replies
 from fedcontext.geometry import Report, shares
 from fedcontext.local_sgd import sgd
+from fedcontext.oracle import oracle_aggregation
 from fedcontext.plan import IntArray, RoundPlan, plan_round
 from fedcontext.records import RoundRecord
 from fedcontext.rules import AnyRule, Rule, SumRule
 from fedcontext.rules import State as RuleState
+from fedcontext.server import ServerOptimizer, except_buffers
+from fedcontext.server import State as ServerState
 from fedcontext.smoothness import curvature, smoothness_of
 from fedcontext.sums import flat, unflat
+from fedcontext.variates import VariateState, corrections, initial_state, next_state
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,18 @@ class State:
     rule: RuleState
     loss: float | None  # at params, where known
     previous: Structure | None = None  # the params before the last aggregation, where the rule needs them
+    server: ServerState = None  # of the server optimiser, where there is one
+    variates: VariateState | None = None  # of the server and of devices that took part, for control variates
+
+    @property
+    def carried(self) -> dict[str, Any]:
+        """What a checkpoint holds beside number, params and loss."""
+        return {
+            "rule": self.rule,
+            "previous": self.previous,
+            "server": self.server,
+            "variates": self.variates,
+        }
 
 
 @dataclass(frozen=True)
@@ -60,7 +77,14 @@ class Simulation:
     def start(self) -> State:
         """Return the state before the first round."""
         params = self.engine.initial_params()
-        return State(0, params, self.algorithm.rule.init(params), self.engine.evaluate(params)[0])
+        return State(
+            number=0,
+            params=params,
+            rule=self.algorithm.rule.init(params),
+            loss=self.engine.evaluate(params)[0],
+            server=self._optimizer.init(params) if self._optimizer else None,
+            variates=initial_state(self._trained(params)) if self.algorithm.variates else None,
+        )
 
     @np.errstate(over="ignore", invalid="ignore")  # of a run that diverges: `aggregate` refuses what is not finite
     def step(self, state: State) -> tuple[State, RoundRecord]:
@@ -68,10 +92,13 @@ class Simulation:
         plan = self.plan(state.number + 1)
         received = self._replies(plan, state)
         enough = len(received.cohort) and (len(received.probes) or not len(plan.probes))
-        result = self._aggregate(state, plan, received) if enough else None
-        after = self._after(state, plan, result)
+        report = self.report(state, plan, received) if enough else None
+        result = self._aggregate(state, report) if report else None
+        after = self._after(state, report, result) if report and result else state
         loss, accuracy = self.engine.evaluate(after.params) if self._evaluates(plan.number) else (None, None)
-        return replace(after, loss=loss), self._record(plan, received, result, state.loss, loss, accuracy)
+        return replace(after, number=plan.number, loss=loss), self._record(
+            plan, received, result, state.loss, loss, accuracy
+        )
 
     def run(self, state: State | None = None) -> Iterator[tuple[State, RoundRecord]]:
         """Yield the state and the record of every round, or of those after ``state``."""
@@ -120,6 +147,7 @@ class Simulation:
             pool=dict(zip(pool.tolist(), updates[len(devices) :], strict=True)),
             differences=differences,
             population=self.data.population,
+            steps=self._steps(devices, plan.epochs[received.cohort]).tolist(),
         )
 
     def _replies(self, plan: RoundPlan, state: State) -> Replies:
@@ -129,6 +157,7 @@ class Simulation:
             self.data.train.sizes,
             sum(leaf.nbytes for leaf in leaves(state.params).values()),
             own_gradients="own gradients" in self.algorithm.rule.needs,
+            state_bytes=self._state_bytes(state),
             deadline=self.experiment.deadline or None,
         )
 
@@ -136,27 +165,86 @@ class Simulation:
         """Return the updates of the cohort, then those of the pool."""
         devices = np.concatenate([plan.devices[received.cohort], plan.pool[received.pool]])
         epochs = np.concatenate([plan.epochs[received.cohort], plan.pool_epochs[received.pool]])
-        work = Work(self.experiment.seed, plan.number, devices, epochs, self.algorithm.local)
+        variates, terms = self.algorithm.variates, None
+        if variates and state.variates:
+            terms = corrections(variates, state.variates, devices.tolist())
+        work = Work(self.experiment.seed, plan.number, devices, epochs, self.algorithm.local, terms)
         updates = self.engine.train(state.params, work)
         if diverged := [k for k, update in zip(devices.tolist(), updates, strict=True) if not _finite(update)]:
             raise work.local.divergence_error(diverged)
         return updates
 
-    def _aggregate(self, state: State, plan: RoundPlan, received: Replies) -> Aggregation:
-        return aggregate(
+    def _aggregate(self, state: State, report: Report) -> Aggregation:
+        result = aggregate(
             state.params,
-            self.report(state, plan, received),
+            report,
             rule=self.algorithm.rule,
             buffers=self.engine.buffers,
             smoothness=self.smoothness,
             state=state.rule,
         )
+        if not self.algorithm.oracle:
+            return result
+        return oracle_aggregation(
+            result, report, state.params, list(self._trained(state.params)), self.engine, self.data.train.sizes
+        )
 
-    def _after(self, state: State, plan: RoundPlan, result: Aggregation | None) -> State:
-        if result is None:
-            return replace(state, number=plan.number)
+    def _after(self, state: State, report: Report, result: Aggregation) -> State:
+        """Return the state with the rule's step applied, by way of control variates and server optimiser."""
         previous = state.params if "differences" in self.algorithm.rule.needs else None
-        return State(plan.number, result.params, result.state, None, previous)
+        after = replace(state, params=result.params, rule=result.state, previous=previous)
+        if not self._changes_step:
+            return after
+        step = result.step
+        if self.algorithm.variates:
+            own = self._next_variates(state, report)
+            moved = {
+                name: self.algorithm.variates.step(leaf, own["server"][name])
+                for name, leaf in self._trained(step).items()
+            }
+            step, after = rebuild(step, {**leaves(step), **moved}), replace(after, variates=own)
+        if self._optimizer:
+            step, server = self._optimizer.update(step, state.server, state.params)
+            after = replace(after, server=server)
+        base, trained = self._trained(state.params), self._trained(step)
+        params = {**leaves(result.params), **{name: base[name] + trained[name] for name in base}}
+        if not _finite(params):
+            raise FedcontextError("the server's step left the finite numbers; lower the server learning rate")
+        return replace(after, params=rebuild(state.params, params))
+
+    def _next_variates(self, state: State, report: Report) -> VariateState:
+        assert self.algorithm.variates
+        assert state.variates
+        assert isinstance(report.updates, dict)
+        updates = {device: self._trained(update) for device, update in report.updates.items()}
+        return next_state(self.algorithm.variates, state.variates, updates, report.steps or [], self.data.population)
+
+    @property
+    def _changes_step(self) -> bool:
+        return self.algorithm.server is not None or self.algorithm.variates is not None
+
+    def _trained(self, structure: Structure) -> Leaves:
+        """Return the floating-point leaves that gradients move: not the buffers, which are averaged."""
+        return {
+            name: leaf
+            for name, leaf in leaves(structure).items()
+            if name not in self.engine.buffers and kind_of(leaf) == "floating"
+        }
+
+    def _state_bytes(self, state: State) -> int:
+        """Return what devices receive beside the params: the server's control variate, where it is needed."""
+        if state.variates is None or self.algorithm.variates is None or not self.algorithm.variates.sends_state:
+            return 0
+        return sum(leaf.nbytes for leaf in state.variates["server"].values())
+
+    @cached_property
+    def _optimizer(self) -> ServerOptimizer | None:
+        """The server optimiser; buffers are averaged, not optimised."""
+        return self.algorithm.server and except_buffers(self.algorithm.server, self.engine.buffers)
+
+    def _steps(self, devices: IntArray, epochs: IntArray) -> IntArray:
+        """Return the number of local SGD steps of each device."""
+        return epochs * -(-self.data.train.sizes[devices] // self.algorithm.local.batch_size)
 
     def _evaluates(self, number: int) -> bool:
         return number % self.experiment.eval_every == 0 or number == self.experiment.rounds
@@ -175,16 +263,18 @@ class Simulation:
         accuracy: float | None,
     ) -> RoundRecord:
         change = None if loss is None or before is None else loss - before
+        as_is = not self._changes_step  # the bound is about the rule's own step
+        promised = result.promised_change if result and as_is else None
         return RoundRecord(
             number=plan.number,
             loss=loss,
             accuracy=accuracy,
             devices=plan.devices[received.cohort].tolist() if result else [],
             weights=result.weights.tolist() if result else [],
-            promised_change=result.promised_change if result else None,
+            promised_change=promised if promised is not None and np.isfinite(promised) else None,
             measured_change=change,
             smoothness=self.smoothness,
-            curvature=result.curvature(change) if result and change is not None else None,
+            curvature=result.curvature(change) if result and as_is and change is not None else None,
             condition=result.condition if result else None,
             seconds=received.seconds,
             bytes_down=received.bytes_down,
@@ -216,9 +306,11 @@ def prepare(
     beta = smoothness_of(experiment.smoothness, experiment.learning_rate, lambda: measured_smoothness(engine, data))
     algorithm = _algorithm(experiment, algorithm, beta)
     fleet = make_fleet(profile_named(experiment.fleet), data.population, experiment.seed)
+    _check_variates(algorithm, engine)
     simulation = Simulation(experiment, data, engine, algorithm, fleet, beta)
     plan = simulation.plan(1)
-    for devices in (plan.probes, np.union1d(plan.devices, plan.pool)):
+    asked = np.arange(data.population) if algorithm.oracle else plan.probes
+    for devices in (asked, np.union1d(plan.devices, plan.pool)):
         full_participation(data.train, devices)  # refuses a plan that on-demand data cannot serve
     return simulation
 
@@ -232,6 +324,20 @@ def _engine(experiment: Experiment, data: FederatedData, model: Any) -> Engine:
     return engine_named(experiment.engine, data, EngineOptions(experiment.model, experiment.device, experiment.seed))
 
 
+def _check_variates(algorithm: Algorithm, engine: Engine) -> None:
+    if algorithm.variates is None:
+        return
+    if not getattr(engine, "supports_corrections", False):
+        raise FedcontextError(
+            f"engine {type(engine).__name__} does not support the corrected gradients of algorithm '{algorithm.name}'; "
+            "use engine 'reference' or 'torch'"
+        )
+    if algorithm.variates.plain_sgd and algorithm.local.momentum:
+        raise FedcontextError(
+            f"algorithm '{algorithm.name}' does not support momentum (got {algorithm.local.momentum}); use 0"
+        )
+
+
 def _algorithm(experiment: Experiment, given: Algorithm | AnyRule | None, smoothness: float) -> Algorithm:
     if isinstance(given, Rule | SumRule):
         given = Algorithm(given.name, sgd(experiment.learning_rate, experiment.batch_size), given)
@@ -242,6 +348,8 @@ def _algorithm(experiment: Experiment, given: Algorithm | AnyRule | None, smooth
         smoothness=smoothness,
         batch_size=experiment.batch_size,
         mu=experiment.mu,
+        server_learning_rate=None if experiment.server_learning_rate == "default" else experiment.server_learning_rate,
+        server_momentum=experiment.server_momentum,
         averaging=experiment.averaging,
     )
     algorithm = algorithm_named(experiment.algorithm, hyperparameters)

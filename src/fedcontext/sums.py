@@ -52,10 +52,10 @@ class Sums:
         """Fold in one probe's gradient and its difference to the last round's; ``update`` if the probe also trained."""
         self.gradient += gradient
         self.square += gradient * gradient
-        self.gradient_norms += float(gradient @ gradient)
+        self.gradient_norms += dot(gradient, gradient)
         if difference is not None:
             self.difference += difference
-            self.difference_norms += float(difference @ difference)
+            self.difference_norms += dot(difference, difference)
         if update is not None:
             self.product = np.zeros(self.size) if self.product is None else self.product
             self.product += gradient * update
@@ -100,8 +100,17 @@ class Sums:
         """
         if self.probes < 2:
             return 0.0
-        spread = max(0.0, norms - float(total @ total) / self.probes)
+        spread = max(0.0, norms - dot(total, total) / self.probes)
         return max(0.0, 1 - self.probes / population) * spread / (self.probes * (self.probes - 1))
+
+
+def dot(left: FloatArray, right: FloatArray) -> float:
+    """Return the inner product by NumPy's pairwise sum: the same bits on any number of cores, unlike BLAS.
+
+    >>> dot(np.array([1.0, 2.0]), np.array([3.0, 4.0]))
+    11.0
+    """
+    return float((left * right).sum())
 
 
 def sums_of(vectors: Vectors, names: Sequence[str]) -> Sums:

@@ -65,6 +65,7 @@ def validate(report: Report, base: Leaves, measured: set[str]) -> Vectors:
         probe_weights=_numbers("probe_weights", report.probe_weights, len(gradients or own_gradients)),
         pool=checked(named("pool device", report.pool), measured),
         differences=checked(differences, measured),
+        steps=_positive("steps", report.steps, len(updates)),
     )
 
 
@@ -193,4 +194,11 @@ def _numbers(what: str, given: Iterable[float] | None, count: int) -> FloatArray
         raise FedcontextError(f"{what} must hold {count} numbers, got {numbers.size}")
     if not (np.isfinite(numbers).all() and (numbers >= 0).all() and numbers.sum() > 0):
         raise FedcontextError(f"{what} must be non-negative and not all zero, got {numbers.tolist()}")
+    return numbers
+
+
+def _positive(what: str, given: Iterable[float] | None, count: int) -> FloatArray | None:
+    numbers = _numbers(what, given, count)
+    if numbers is not None and not numbers.all():
+        raise FedcontextError(f"{what} must be positive, got {numbers.tolist()}")
     return numbers

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -13,10 +15,9 @@ from flower_grid import MemoryGrid
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 from flwr.serverapp import strategy as stock
 from flwr.serverapp.strategy import FedAvg, FedProx, Result
-from typer.testing import CliRunner
 
 import fedcontext as fc
-from fedcontext import cli, server
+from fedcontext import server
 from fedcontext.algorithms import ALGORITHMS
 from fedcontext.flower import ContextualStrategy, contextual_fedavg, numpy_client
 from fedcontext.flower.messages import plan_tasks
@@ -36,11 +37,16 @@ APP = numpy_client(task.train, task.gradient, task.evaluate)
 STEADY = numpy_client(lambda p, config, context: task.train(p, {**config, "local-epochs": 1}, context), task.gradient)
 
 
+SIMULATED_ONLY = {"scaffold", "feddyn", "fednova", "oracle-span", "oracle-memory"}  # need state or steps of devices
+IN_FLOWER = [name for name in ALGORITHMS if name not in SIMULATED_ONLY]
+
+
 def federation(shuffle: int = 0, algorithm: str = "fedavg-contextual", rounds: int = 3, **settings) -> Result:
     config = {**SETTINGS, "algorithm": algorithm}
     grid = MemoryGrid(APP, range(30), config, shuffle=shuffle)
     inner = FedAvg(fraction_train=1 / 3, fraction_evaluate=0.0)
-    strategy = ContextualStrategy(inner, task.algorithm(config).rule, seed=3, epochs=(1, 3), **settings)
+    chosen = task.algorithm(config)
+    strategy = ContextualStrategy(inner, chosen.rule, seed=3, epochs=(1, 3), server=chosen.server, **settings)
     return strategy.start(grid, record_of(task.initial_params(config)), num_rounds=rounds)
 
 
@@ -50,7 +56,7 @@ def simulation(algorithm: str, probes: int | str) -> np.ndarray:
     return [state for state, _ in fc.prepare(experiment).run()][-1].params
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", IN_FLOWER)
 @pytest.mark.parametrize("probes", ["cohort", "all", 5])
 def test_a_federation_gives_the_simulators_model(algorithm: str, probes: str | int) -> None:
     result = federation(algorithm=algorithm, probes=probes, pool="all", gradient_bits=(32, 32)).arrays
@@ -274,8 +280,8 @@ def test_records_and_metrics_tell_the_round(tmp_path: Path) -> None:
 def test_a_federations_records_make_the_page_and_table_that_simulations_make(tmp_path: Path) -> None:
     federation(records=tmp_path / "run.jsonl")
     for command, file in (("report", "page.html"), ("export", "table.csv")):
-        done = CliRunner().invoke(cli.app, [command, str(tmp_path / "run.jsonl"), "-o", str(tmp_path / file)])
-        assert done.exit_code == 0, done.output
+        program = [sys.executable, "-c", "from fedcontext.cli import main; main()"]
+        subprocess.run([*program, command, tmp_path / "run.jsonl", "-o", tmp_path / file], check=True)
         assert "FedAvg, contextual" in (tmp_path / file).read_text(encoding="utf-8")
 
 

@@ -7,7 +7,7 @@ import pytest
 from fedcontext.report import live_report
 from fedcontext.report.live import LivePage
 from fedcontext.results.reader import read_runs
-from fedcontext.simulation import rounds
+from fedcontext.simulation import train
 
 from .conftest import experiments
 
@@ -18,7 +18,7 @@ RANGE = "() => document.getElementById('loss').layout.xaxis.range"
 @pytest.fixture(scope="module")
 def finished() -> list:
     pair = [experiments()[0], experiments()[-1]]
-    return [(experiment, list(rounds(experiment))) for experiment in pair]
+    return [(experiment, train(experiment).records) for experiment in pair]
 
 
 def test_an_open_page_shows_round_3_then_round_6_and_keeps_zoom_and_hidden_lines(open_page, finished, tmp_path) -> None:

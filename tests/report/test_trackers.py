@@ -17,14 +17,14 @@ from fedcontext.callbacks.progress import Progress
 from fedcontext.callbacks.trackers import metrics_of, track_runs
 from fedcontext.errors import FedcontextError, MissingExtra
 from fedcontext.runner import completed_rounds
-from fedcontext.simulation import rounds
+from fedcontext.simulation import train
 
 from .conftest import experiments
 
 
 @pytest.fixture(scope="module")
 def finished() -> list:
-    return [(experiment, list(rounds(experiment))) for experiment in (experiments()[0], experiments()[-1])]
+    return [(experiment, train(experiment).records) for experiment in (experiments()[0], experiments()[-1])]
 
 
 def log_all(name: str, finished: list, out: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedcontext.algorithms import ALGORITHMS, Hyperparameters
+from fedcontext.algorithms import ALGORITHMS, Algorithm, Hyperparameters
 from fedcontext.cli.options import AsJson, Command, Quiet
 from fedcontext.cli.tables import plain_table
 from fedcontext.console import err, out
@@ -17,17 +17,31 @@ data_app = typer.Typer(help="List data sets, download their files, or show where
 
 
 def algorithms(as_json: AsJson = False) -> None:
-    """List the algorithms, and what each needs from devices in addition to their updates."""
+    """List the algorithms: what devices run, send in addition to their updates and keep, and what the server does."""
     hyperparameters = Hyperparameters(learning_rate=1, smoothness=1)
-    rows = []
-    for name, make in ALGORITHMS.items():
-        algorithm = make(hyperparameters)
-        local = "proximal SGD" if algorithm.local.mu else "SGD"
-        rows.append((name, local, algorithm.rule.name, ", ".join(sorted(algorithm.rule.needs)) or "nothing"))
+    rows = [_described(name, make(hyperparameters)) for name, make in ALGORITHMS.items()]
     if as_json:
-        typer.echo(json.dumps([dict(zip(("name", "local", "rule", "needs"), row, strict=True)) for row in rows]))
+        typer.echo(json.dumps(rows))
     else:
-        out.print(plain_table(("algorithm", "local training", "rule", "needs in addition"), rows))
+        titles = ("algorithm", "local training", "server", "devices also send", "devices keep")
+        out.print(plain_table(titles, [(r["name"], r["local"], _server(r), r["needs"], r["keeps"]) for r in rows]))
+
+
+def _described(name: str, algorithm: Algorithm) -> dict[str, str]:
+    local = "proximal SGD" if algorithm.local.mu else "SGD"
+    return {
+        "name": name,
+        "local": f"{local}, corrected" if algorithm.variates else local,
+        "rule": algorithm.rule.name,
+        "oracle": "looks at all data" if algorithm.oracle else "",
+        "server": algorithm.server.name if algorithm.server else "",
+        "needs": ", ".join(sorted(algorithm.rule.needs)) or "nothing",
+        "keeps": "one model" if algorithm.variates else "nothing",
+    }
+
+
+def _server(row: dict[str, str]) -> str:
+    return ", ".join(part for part in (row["rule"], row["server"], row["oracle"]) if part)
 
 
 @data_app.command("list", cls=Command)

@@ -32,7 +32,7 @@ from fedcontext.results.summary import Summary, summarise
 from fedcontext.runner import run as run_one
 from fedcontext.runner import run_all
 
-ALGORITHMS = "fedavg,fedprox,folb,fedavg-contextual,fedprox-contextual"
+ALGORITHMS = "fedavg,fedprox,folb,fedavg-contextual,fedavg-memory"
 SEEDS = "0,1,2"
 LISTS = {
     "algorithms": Annotated[

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
-from fedcontext.arrays.tree import FloatArray, Structure
+from fedcontext.arrays.tree import FloatArray, Leaves, Structure
 from fedcontext.datasets.federated import FederatedData
 from fedcontext.engines.softmax import SoftmaxReference
 from fedcontext.errors import FedcontextError, require
@@ -23,6 +23,12 @@ class Work:
     devices: IntArray  # (K,)
     epochs: IntArray  # (K,)
     local: LocalSGD
+    corrections: Sequence[Leaves] | None = None  # K terms by trainable leaf, added to each batch gradient of a device
+
+    def rows(self, rows: IntArray) -> Work:
+        """Return the work of the devices at these positions."""
+        corrections = None if self.corrections is None else [self.corrections[row] for row in rows]
+        return replace(self, devices=self.devices[rows], epochs=self.epochs[rows], corrections=corrections)
 
 
 class Engine(Protocol):
@@ -38,7 +44,10 @@ class Engine(Protocol):
         ...
 
     def train(self, params: Structure, work: Work) -> list[Structure]:
-        """Return each device's update after local training from ``params``."""
+        """Return each device's update after local training from ``params``.
+
+        An engine that adds ``work.corrections`` to the gradients says so by an attribute ``supports_corrections = True``.
+        """
         ...
 
     def gradients(self, params: Structure, devices: IntArray) -> list[Structure]:

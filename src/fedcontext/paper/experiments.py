@@ -81,7 +81,8 @@ def _variants() -> Iterator[Series]:
 def _weights() -> Iterator[Series]:
     """Figure 7: the aggregation weights of FedAvg (Contextual) at three stages."""
     for beta, beta_label in BETAS.items():
-        yield _series(beta_label, "MNIST", "weights", dataset="mnist", algorithm="fedavg-contextual", smoothness=beta)
+        settings = {"dataset": "mnist", "algorithm": "fedavg-contextual", "smoothness": beta, "probes": "all"}
+        yield _series(beta_label, "MNIST", "weights", **settings)
 
 
 def _algorithms(figure: str, panel: str, averaging: str, beta: str, mu: float, **common: Any) -> Iterator[Series]:
@@ -89,19 +90,11 @@ def _algorithms(figure: str, panel: str, averaging: str, beta: str, mu: float, *
     yield _series(figure, panel, "FedAvg", algorithm="fedavg", averaging=averaging, **common)
     yield _series(figure, panel, "FedProx", algorithm="fedprox", averaging=averaging, mu=mu, **common)
     yield _series(figure, panel, "FOLB", algorithm="folb", mu=mu, **common)
-    yield _series(figure, panel, "FedAvg (Contextual)", algorithm="fedavg-contextual", smoothness=beta, **common)
-    yield _series(
-        figure, panel, "FedProx (Contextual)", algorithm="fedprox-contextual", smoothness=beta, mu=mu, **common
-    )
-    yield _series(
-        figure,
-        panel,
-        "FedAvg (Contextual), K2 = 0",
-        algorithm="fedavg-contextual",
-        smoothness=beta,
-        probes="cohort",
-        **common,
-    )
+    contextual = {"algorithm": "fedavg-contextual", "smoothness": beta, **common}
+    proximal = {"algorithm": "fedprox-contextual", "smoothness": beta, "mu": mu, **common}
+    yield _series(figure, panel, "FedAvg (Contextual)", probes="all", **contextual)
+    yield _series(figure, panel, "FedProx (Contextual)", probes="all", **proximal)
+    yield _series(figure, panel, "FedAvg (Contextual), K2 = 0", probes="cohort", **contextual)
 
 
 def _comparison() -> Iterator[Series]:

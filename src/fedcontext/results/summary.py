@@ -33,7 +33,7 @@ def summarise(records: Sequence[RoundRecord], levels: Iterable[float] = LEVELS) 
     """Return the summary of a run's records; metrics that were never evaluated are NaN.
 
     >>> import fedcontext as fc
-    >>> summary = summarise(list(fc.rounds(dataset="synthetic-iid", algorithm="fedavg", rounds=5)))
+    >>> summary = summarise(fc.train(dataset="synthetic-iid", algorithm="fedavg", rounds=5).records)
     >>> 0 <= summary.accuracy <= 1, list(summary.rounds_to)
     (True, [0.5, 0.6, 0.7, 0.8])
     """

@@ -64,10 +64,12 @@ class TorchEngine:
     >>> list(engine.initial_params())
     ['0.weight', '0.bias', '2.weight', '2.bias']
     >>> experiment = fc.Experiment(algorithm="fedavg", rounds=2, epochs=(1, 1), learning_rate=0.1, momentum=0.9)
-    >>> records = [record for _, record in fc.prepare(experiment, data, engine).play()]
+    >>> records = [record for _, record in fc.prepare(experiment, data=data, engine=engine).run()]
     >>> records[1].loss < records[0].loss
     True
     """
+
+    supports_corrections = True
 
     def __init__(
         self,
@@ -146,9 +148,9 @@ class TorchEngine:
             updates = [{**update, **unchanged} for update in trained]
         else:
             updates = []
-            for device, epochs in zip(work.devices.tolist(), work.epochs.tolist(), strict=True):
+            for row, device in enumerate(work.devices.tolist()):
                 with _explained(f"device {device}"):
-                    updates.append(train_device(self.task, self.split, params, device, epochs, work))
+                    updates.append(train_device(self.task, self.split, params, row, work))
             finite = [torch.stack([leaf.isfinite().all() for leaf in update.values()]).all() for update in updates]
         diverged = work.devices[~torch.stack(finite).cpu().numpy()]
         if len(diverged):

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from fedcontext.engines.base import Work
 
 
-def train_device(task: Task, split: Split, params: Params, device: int, epochs: int, work: Work) -> dict[str, Tensor]:
-    """Return a device's update after local training from ``params``, buffers included."""
-    local, rows = work.local, split.rows(device)
+def train_device(task: Task, split: Split, params: Params, row: int, work: Work) -> dict[str, Tensor]:
+    """Return the update of the device in this row of ``work`` after local training from ``params``, buffers included."""
+    device, epochs, local = int(work.devices[row]), int(work.epochs[row]), work.local
+    rows = split.rows(device)
+    corrections = [work.corrections[row][name] for name in task.trainable] if work.corrections is not None else []
     own, trained = _leaves(task, params)
     initial = [params[name] for name in task.trainable]
     optimizer = torch.optim.SGD(
@@ -43,6 +45,8 @@ def train_device(task: Task, split: Split, params: Params, device: int, epochs: 
             if local.mu:
                 for leaf, part, start in zip(trained, gradients, initial, strict=True):
                     part.add_(leaf.detach() - start, alpha=local.mu)
+            for part, correction in zip(gradients, corrections, strict=False):
+                part.add_(correction)
             optimizer.step()
     return {name: tensor.detach() - params[name] for name, tensor in own.items()}
 

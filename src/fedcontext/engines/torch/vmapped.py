@@ -100,10 +100,12 @@ class VmappedTrainer:
     @torch.no_grad()
     def _run(self, params: Params, work: Work, positions: IntArray) -> Stack:
         size = min(work.local.batch_size, int(self.split.sizes.max()))
-        if self.sgd is None or not self.sgd.fits(len(positions), size, work.local):
+        corrections = None if work.corrections is None else [work.corrections[at] for at in positions]
+        corrected = corrections is not None
+        if self.sgd is None or not self.sgd.fits(len(positions), size, work.local, corrected):
             self.sgd = None  # frees its memory first
-            self.sgd = VmappedSGD(self.task, params, len(positions), size, work.local, self.acceleration)
-        self.sgd.load(params)  # before the batches are drawn: a GPU copies meanwhile
+            self.sgd = VmappedSGD(self.task, params, len(positions), size, work.local, self.acceleration, corrected)
+        self.sgd.load(params, corrections)  # before the batches are drawn: a GPU copies meanwhile
         batches = padded_batches(work, positions, self.split, size, self.task)
         random = generator(work.seed, work.number, Stream.DROPOUT, int(work.devices[positions[0]]))
         with self.task.mode(training=True), seeded(self.task.device, int(random.integers(2**62))):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -80,12 +80,20 @@ class VmappedSGD:
     """Stacked params of up to ``width`` devices, and the SGD step that updates all of them."""
 
     def __init__(
-        self, task: Task, params: Params, width: int, batch_size: int, local: LocalSGD, acceleration: Acceleration
+        self,
+        task: Task,
+        params: Params,
+        width: int,
+        batch_size: int,
+        local: LocalSGD,
+        acceleration: Acceleration,
+        corrected: bool = False,
     ) -> None:
         self.task, self.width, self.local, self.acceleration = task, width, local, acceleration
         self.initial = {name: leaf.clone() for name, leaf in params.items()}
         self.params = {name: params[name].expand(width, *params[name].shape).clone() for name in task.trainable}
         self.velocity = {name: torch.zeros_like(leaf) for name, leaf in self.params.items()} if local.momentum else {}
+        self.corrections = {name: torch.zeros_like(leaf) for name, leaf in self.params.items()} if corrected else {}
         self.rows = torch.zeros((width, batch_size), dtype=torch.int64, device=task.device)
         self.weights = torch.zeros((width, batch_size), dtype=task.dtype, device=task.device)
         self.rates = torch.zeros(width, dtype=task.dtype, device=task.device)
@@ -100,15 +108,19 @@ class VmappedSGD:
         self.steps: dict[int, Callable[[], None]] = {}  # by width
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
-    def fits(self, width: int, batch_size: int, local: LocalSGD) -> bool:
+    def fits(self, width: int, batch_size: int, local: LocalSGD, corrected: bool) -> bool:
         """Return whether these tensors serve such a cohort; the learning rate may differ."""
         same = replace(local, learning_rate=self.local.learning_rate) == self.local
+        same &= corrected == bool(self.corrections)
         return same and width <= self.width and self.rows.shape[1] == batch_size
 
-    def load(self, params: Params) -> None:
-        """Set every device to ``params``, with zero momentum."""
+    def load(self, params: Params, corrections: Sequence[Params] | None = None) -> None:
+        """Set every device to ``params``, with zero momentum, and its correction of gradients."""
         for name, leaf in params.items():
             self.initial[name].copy_(leaf)
+        for row, correction in enumerate(corrections or ()):
+            for name, leaf in self.corrections.items():
+                leaf[row].copy_(correction[name])
         self._reset()
 
     def run(self, batches: Batches, learning_rate: float) -> Stack:
@@ -134,12 +146,15 @@ class VmappedSGD:
 
     def _accelerated(self, width: int) -> Callable[[], None]:
         """Return the step of the first ``width`` devices; an unavailable acceleration falls back with a warning."""
-        params, velocity = ({name: leaf[:width] for name, leaf in s.items()} for s in (self.params, self.velocity))
+        params, velocity, corrections = (
+            {name: leaf[:width] for name, leaf in stack.items()}
+            for stack in (self.params, self.velocity, self.corrections)
+        )
         inputs = (self.rows[:width], self.weights[:width], self.rates[:width], self.task.features, self.task.labels)
         on_gpu = self.task.device.type == "cuda"
 
         def step() -> None:
-            self.step(params, velocity, self.initial, *inputs)
+            self.step(params, velocity, corrections, self.initial, *inputs)
 
         if self.acceleration == "eager":
             return step
@@ -163,6 +178,7 @@ class VmappedSGD:
         self,
         params: Stack,
         velocity: Stack,
+        corrections: Stack,
         initial: Stack,
         rows: Tensor,
         weights: Tensor,
@@ -180,6 +196,8 @@ class VmappedSGD:
                 gradient = gradient + local.weight_decay * leaf
             if local.mu:
                 gradient = gradient + local.mu * (leaf - initial[name])
+            if corrections:
+                gradient = gradient + corrections[name]
             if local.momentum:
                 gradient = velocity[name].mul_(local.momentum).add_(gradient)
             leaf.addcmul_(gradient, _per_row(rates, leaf), value=-1)
