@@ -28,6 +28,7 @@ SETTINGS = {
     "Adam, lr 0.001": (10, 1.0, 0.001, "adam"),
     "plain SGD, lr 0.1": (10, 1.0, 0.1, "sgd"),
 }
+QUICK = ("10 nodes, lr 0.02", "10 nodes, lr 0.1", "2 nodes, lr 0.02")
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def accuracy(images: ModuleType, changed: bool, nodes: int, fraction: float, lr:
     return images.accuracy(context.result.arrays.to_torch_state_dict())
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", [pytest.param(s, marks=[pytest.mark.slow] * (s not in QUICK)) for s in SETTINGS])
 def test_three_lines_have_at_least_fedavgs_accuracy_after_six_rounds(
     setting: str, images: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
