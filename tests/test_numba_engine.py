@@ -16,7 +16,7 @@ from numba.core import event
 
 import fedcontext as fc
 from fedcontext import threads
-from fedcontext.datasets.federated import DrawnSplit, FederatedData, join
+from fedcontext.datasets.federated import FederatedData, LazySplit, join
 from fedcontext.engines.base import Work, engine_named
 from fedcontext.engines.numba.engine import SoftmaxNumba
 from fedcontext.engines.softmax import SoftmaxReference
@@ -174,7 +174,7 @@ def test_a_device_that_trains_twice_in_a_round_gets_the_same_update_twice():
 
 def test_devices_drawn_on_demand_have_the_same_updates_and_gradients():
     data, local = data_of(), LocalSGD(0.1, 5)
-    drawn = dataclasses.replace(data, train=DrawnSplit(data.train.sizes, data.train.device, data.train))
+    drawn = dataclasses.replace(data, train=LazySplit(data.train.sizes, data.train.device, data.train))
     whole, on_demand = SoftmaxNumba(data), SoftmaxNumba(drawn)
     params, work = random_params(whole), work_of([3, 1], [2, 3], local)
     assert all(map(np.array_equal, whole.train(params, work), on_demand.train(params, work)))
