@@ -134,6 +134,7 @@ def test_flowers_simulation_agrees_with_the_simulator_and_repeats_itself_to_the_
         "learning_rate": 0.05,
         "algorithm": "fedavg-memory",
         "probes": 20,
+        "gradient_bits": 32,
         "engine": "reference",
     }
     simulator = fc.prepare(fc.Experiment(**settings))

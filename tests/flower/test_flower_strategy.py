@@ -51,8 +51,15 @@ def federation(shuffle: int = 0, algorithm: str = "fedavg-contextual", rounds: i
 
 
 def simulation(algorithm: str, probes: int | str) -> np.ndarray:
-    settings = {"rounds": 3, "seed": 3, "epochs": (1, 3), "learning_rate": 0.05, "engine": "reference"}
-    experiment = fc.Experiment(algorithm=algorithm, probes=probes, pool="all", devices_per_round=10, **settings)
+    settings = {
+        "devices_per_round": 10,
+        "rounds": 3,
+        "seed": 3,
+        "epochs": (1, 3),
+        "learning_rate": 0.05,
+        "engine": "reference",
+    }
+    experiment = fc.Experiment(algorithm=algorithm, probes=probes, pool="all", gradient_bits=32, **settings)
     return [state for state, _ in fc.prepare(experiment).run()][-1].params
 
 
