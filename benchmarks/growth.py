@@ -1,6 +1,6 @@
-"""Row (e): how the cost of a round grows with the cohort, the devices, the model and the epochs. With a picture.
+"""Row (e): how the cost of a round grows with the cohort, the devices, the model and the epochs, with a figure.
 
-A round here is all of it: plan, training, answers, aggregation and record, without evaluation.
+A round is plan, training, gradients, aggregation and record, without evaluation.
 """
 
 from __future__ import annotations
@@ -17,27 +17,29 @@ CLASSES = 10
 SERIES = ("devices that train, K", "devices, N", "parameters", "epochs")
 
 
-def part(device: int, samples: int, dimension: int) -> Samples:
+def random_samples(device: int, samples: int, dimension: int) -> Samples:
     random = np.random.default_rng(device)
     return random.standard_normal((samples, dimension), np.float32), random.integers(0, CLASSES, samples)
 
 
-def drawn(devices: int, samples: int, dimension: int) -> FederatedData:
-    """Return devices of equal size with random data, so that nothing but the thing varied varies."""
-    sides = [join([part(k, count, dimension) for k in range(devices)]) for count in (samples, 1)]
-    return FederatedData("drawn", *sides, CLASSES)
+def stored(devices: int, samples: int, dimension: int) -> FederatedData:
+    """Return devices of equal size with random data."""
+    sides = [join([random_samples(k, count, dimension) for k in range(devices)]) for count in (samples, 1)]
+    return FederatedData("random", *sides, CLASSES)
 
 
-def drawn_on_demand(devices: int, samples: int, dimension: int) -> FederatedData:
-    """Return the same, with samples made when a device trains."""
-    evaluation = drawn(100, samples, dimension)
-    train = LazySplit(np.full(devices, samples), lambda k: part(k, samples, dimension), evaluation.evaluation_split)
-    return FederatedData("drawn on demand", train, evaluation.test, CLASSES)
+def on_demand(devices: int, samples: int, dimension: int) -> FederatedData:
+    """Return the same, with samples drawn when a device trains."""
+    evaluation = stored(100, samples, dimension)
+    train = LazySplit(
+        np.full(devices, samples), lambda k: random_samples(k, samples, dimension), evaluation.evaluation_split
+    )
+    return FederatedData("random on demand", train, evaluation.test, CLASSES)
 
 
 def milliseconds(data: FederatedData, rounds: int, **settings: object) -> float:
     """Return the median time of a round of contextual aggregation, with the cohort's own gradients."""
-    told = {
+    given = {
         "rounds": rounds + 2,
         "eval_every": rounds + 3,
         "probes": "cohort",
@@ -45,7 +47,7 @@ def milliseconds(data: FederatedData, rounds: int, **settings: object) -> float:
         "epochs": (1, 1),
         **settings,
     }
-    simulation = fc.prepare(fc.Experiment(algorithm="fedavg-contextual", learning_rate=0.01, **told), data=data)
+    simulation = fc.prepare(fc.Experiment(algorithm="fedavg-contextual", learning_rate=0.01, **given), data=data)
     state, times = simulation.start(), []
     for _ in range(rounds + 1):
         before = time.perf_counter()
@@ -55,15 +57,15 @@ def milliseconds(data: FederatedData, rounds: int, **settings: object) -> float:
 
 
 def measure(quick: bool) -> dict[str, dict[str, float]]:
-    """Return milliseconds a round by the value of what grows, for each of the four."""
+    """Return milliseconds per round, by the value of each of the four quantities."""
     rounds, small = (3, 1) if quick else (20, 0)
     cohorts, fleets = (10, 32, 100, 316, 1000)[: 5 - 2 * small], (1_000, 10_000, 100_000, 1_000_000)
-    base = drawn(1000, 60, 60)
+    base = stored(1000, 60, 60)
     return {
         SERIES[0]: {str(k): milliseconds(base, rounds, devices_per_round=k) for k in cohorts},
-        SERIES[1]: {str(n): milliseconds(drawn_on_demand(n, 60, 60), max(10, rounds)) for n in fleets},
+        SERIES[1]: {str(n): milliseconds(on_demand(n, 60, 60), max(10, rounds)) for n in fleets},
         SERIES[2]: {
-            str(10 * (d + 1)): milliseconds(drawn(50, 60, d), rounds) for d in (10, 100, 1_000, 10_000)[: 4 - small]
+            str(10 * (d + 1)): milliseconds(stored(50, 60, d), rounds) for d in (10, 100, 1_000, 10_000)[: 4 - small]
         },
         SERIES[3]: {str(e): milliseconds(base, rounds, epochs=(e, e)) for e in (1, 2, 5, 10, 20)},
     }
@@ -84,7 +86,7 @@ def draw(measured: dict[str, dict[str, float]], path: Path) -> None:
         panel.set(xlabel=name)
         panel.grid(alpha=0.3)
     highest = max(max(series.values()) for series in measured.values())
-    panels[0].set(ylabel="milliseconds a round", ylim=(0.1, 3 * highest))
+    panels[0].set(ylabel="milliseconds per round", ylim=(0.1, 3 * highest))
     panels[0].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

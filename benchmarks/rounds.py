@@ -1,4 +1,4 @@
-"""Rows (a) and (b): rounds of local training, ours and the peers', interleaved, on exactly the same steps."""
+"""Rows (a) and (b): rounds of local training in fedcontext and its peers, interleaved, on exactly the same steps."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from fedcontext.plan import orders, plan_round
 
 HERE = Path(__file__).parent
 EPOCHS = {"a": (1, 1), "b": (1, 20)}
-OURS = "fedcontext, fast"
-SIDE = 1024  # of the square matrices whose product shows the machine's peak
+OURS = "fedcontext, numba"
+SIDE = 1024  # of the square matrices whose product measures the machine's peak
 
 
 @dataclass(frozen=True)
 class Peer:
-    """How to run one contestant: its script, its words, and the packages of its own environment (none: ours)."""
+    """How to run one peer: its script and arguments, and the packages of its virtual environment (none: this one)."""
 
     script: str
-    words: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
     environment: str = ""
-    packages: tuple[tuple[str, ...], ...] = ()  # installed in this order, each group at once
+    packages: tuple[tuple[str, ...], ...] = ()  # groups, installed in this order
 
 
 PEERS = {
     OURS: Peer("fedcontext_rounds.py", ("numba",)),
-    "fedcontext, fast, through aggregate": Peer("fedcontext_rounds.py", ("fast+aggregate",)),
+    "fedcontext, numba, through aggregate": Peer("fedcontext_rounds.py", ("numba+aggregate",)),
     "fedcontext, reference (NumPy)": Peer("fedcontext_rounds.py", ("reference",)),
     "FedJAX 0.0.17": Peer(
         "fedjax_rounds.py",
@@ -71,12 +71,12 @@ def write_work(folder: Path, rounds: int) -> None:
 
 
 def python_of(peer: Peer, home: Path) -> str:
-    """Return the interpreter of the peer's own environment, made and filled where it is not there yet."""
+    """Return the interpreter of the peer's virtual environment, created at the first call."""
     if not peer.environment:
         return sys.executable
     folder = home / peer.environment
     if not (folder / "done").exists():
-        print(f"installing {peer.environment} into its own environment ...", file=sys.stderr)
+        print(f"installing {peer.environment} into a virtual environment ...", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         for group in peer.packages:
             subprocess.run([str(folder / "bin/pip"), "install", "--quiet", *group], check=True)
@@ -85,21 +85,21 @@ def python_of(peer: Peer, home: Path) -> str:
 
 
 def log_of(name: str, home: Path) -> Path:
-    """Return the file that takes what a peer prints, of all its runs."""
+    """Return the log file for the output of all runs of a peer."""
     return home / "logs" / f"{re.sub('[^a-z0-9.]+', '-', name.lower())}.log"
 
 
 def run_peer(name: str, row: str, rounds: int, home: Path) -> dict[str, object] | None:
-    """Return what one run of one peer measured, with its final params; None where it failed."""
+    """Return the measurements and final params of one run of a peer; None if it failed."""
     peer, out = PEERS[name], home / "result.json"
     out.unlink(missing_ok=True)
-    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_HOME": str(home / "flwr")}
-    quiet["PYTHONPATH"] = str(HERE / "peers")
+    environment = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_HOME": str(home / "flwr")}
+    environment["PYTHONPATH"] = str(HERE / "peers")
     command = [python_of(peer, home), str(HERE / "peers" / peer.script), str(home / "work"), row, str(rounds), str(out)]
     log_of(name, home).parent.mkdir(parents=True, exist_ok=True)
     with log_of(name, home).open("a") as log:
         print(f"row {row}, {rounds} rounds", file=log, flush=True)
-        done = subprocess.run([*command, *peer.words], env={**os.environ, **quiet}, stdout=log, stderr=log)
+        done = subprocess.run([*command, *peer.arguments], env={**os.environ, **environment}, stdout=log, stderr=log)
     if done.returncode or not out.exists():
         print(f"{name}, row {row}: failed with status {done.returncode}, see {log_of(name, home)}", file=sys.stderr)
         return None
@@ -107,29 +107,29 @@ def run_peer(name: str, row: str, rounds: int, home: Path) -> dict[str, object] 
 
 
 def measure(home: Path, rounds: int, repeats: int, names: list[str]) -> dict[str, object]:
-    """Return the figures of each row and peer, and the machine's limit: every repeat runs all, one after another."""
+    """Return the figures of each row and peer, and the machine's limit. Every repeat runs all peers, one after another."""
     write_work(home / "work", rounds)
     for name in names:
         log_of(name, home).unlink(missing_ok=True)
     runs: dict[tuple[str, str], list[dict[str, object]]] = {}
-    highest = 0.0
+    highest_peak = 0.0
     for repeat in range(repeats):
-        highest = max(highest, peak())
+        highest_peak = max(highest_peak, peak())
         for row in EPOCHS:
             for name in names:
                 print(f"repeat {repeat + 1} of {repeats}, row {row}: {name}", file=sys.stderr)
                 if result := run_peer(name, row, rounds, home):
                     runs.setdefault((row, name), []).append(result)
-    limits = {row: 1000 * multiply_adds(home / "work", row) / highest for row in EPOCHS}
+    limits = {row: 1000 * multiply_adds(home / "work", row) / highest_peak for row in EPOCHS}
     cells = {row: {name: summary(runs[row, name]) for name in names if (row, name) in runs} for row in EPOCHS}
-    return {"peak": highest, "limit_ms": limits, **cells}
+    return {"peak": highest_peak, "limit_ms": limits, **cells}
 
 
 def multiply_adds(folder: Path, row: str) -> float:
-    """Return what a round's training costs at least in dense arithmetic: n d C forwards and as much for the gradient."""
+    """Return the multiply-adds of a round's training: n d C for the scores and as many for the gradient."""
     sizes, features = np.diff(np.load(folder / "offsets.npy")), np.load(folder / "features.npy", mmap_mode="r")
     devices, epochs = (np.load(folder / f"{row}-{name}.npy") for name in ("devices", "epochs"))
-    passes = (sizes[devices] * epochs).sum(axis=1).mean()  # of a sample, in a round
+    passes = (sizes[devices] * epochs).sum(axis=1).mean()  # over a sample, per round
     return float(2 * passes * features.shape[1] * (np.load(folder / "labels.npy").max() + 1))
 
 
@@ -145,7 +145,7 @@ def peak(side: int = SIDE, tries: int = 20) -> float:
 
 
 def summary(runs: list[dict[str, object]]) -> dict[str, float]:
-    """Return the figures of one cell of the table; loss and accuracy are ours to compute, from the final params."""
+    """Return the figures of one table cell; loss and accuracy are computed here from the final params."""
     loss, accuracy = SoftmaxReference(load_dataset("mnist")).evaluate(runs[-1]["params"])
     means = [float(np.mean(run["ms"])) for run in runs]
     return {
@@ -160,7 +160,7 @@ def summary(runs: list[dict[str, object]]) -> dict[str, float]:
 
 
 def unequal(cells: dict[str, dict[str, float]]) -> list[str]:
-    """Return the peers whose model is not ours to 1 % of the loss and half a point of accuracy."""
+    """Return the peers whose loss differs by more than 1 %, or whose accuracy by half a point, from fedcontext's."""
     ours = cells[OURS]
     return [
         name

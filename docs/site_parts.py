@@ -14,6 +14,14 @@ from latex2mathml.converter import convert
 from fedcontext.cli.app import app
 from fedcontext.results.export import SCHEMA
 
+SHORTER = {  # patterns in the signatures of autodoc, and what to show instead; in this order
+    r"TypeAliasForwardRef\('(\w+)'\)": r"\1",
+    r"~(?:\w+\.)+": "",
+    r"ndarray\[tuple\[Any, \.\.\.\], dtype\[\w+\]\]": "ndarray",
+    r"<function .*?>+|<factory>": "...",
+}
+TOOLS = re.compile(r"(type|noqa|pragma)\b")  # comments for linters and type checkers
+
 
 def cli_reference() -> str:
     """Return a page with all commands and their options, generated from the Typer app."""
@@ -69,24 +77,21 @@ def field_descriptions(kind: type) -> dict[str, str]:
         name: f"{about['help']}. Accepts {about['check'].accepts}; default: {about['default']}."
         for name, about in settings.items()
     }
-    return described or dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.+)$", inspect.getsource(kind), re.MULTILINE))
+    names = {each.name for each in dataclasses.fields(kind)}
+    comments = re.findall(r"^    (\w+): [^#\n]*#\s*(.+)$", inspect.getsource(kind), re.MULTILINE)
+    return described or {name: text for name, text in comments if name in names and not TOOLS.match(text)}
 
 
-def as_rst(lines: list[str]) -> list[str]:
-    """Return a docstring with its arguments as fields, and with bars escaped, for they would be substitutions."""
-    fields = [re.sub(r"^ {4}(\w+): (?=.* )", r":param \1: ", line) if "Args:" in lines else line for line in lines]
-    return [line.replace("|", "\\|") if line.lstrip()[:3] != ">>>" else line for line in fields if line != "Args:"]
+def escaped(lines: list[str]) -> list[str]:
+    """Return the lines of a docstring with bars escaped, which would be substitutions in reStructuredText."""
+    return [line if line.lstrip().startswith(">>>") else line.replace("|", "\\|") for line in lines]
 
 
 def short(signature: str | None) -> str | None:
-    """Return a signature with the aliases of array types in place of the types."""
-    if signature is None:
-        return None
-    return re.sub(r"[~\w.]*ndarray\[[^\[]*\[[^\]]*\], [~\w.]*dtype\[[~\w.]*?(float|int)64\]\]", _array, signature)
-
-
-def _array(match: re.Match[str]) -> str:
-    return {"float": "FloatArray", "int": "IntArray"}[match[1]]
+    """Return a signature without module paths, array types in full, and the addresses of default functions."""
+    for pattern, text in SHORTER.items():
+        signature = signature and re.sub(pattern, text, signature)
+    return signature
 
 
 def inline_math(self: Any, node: Any) -> None:

@@ -13,7 +13,4 @@ def clipped():
     return fc.stateless("clipped", weigh)
 
 
-fc.ALGORITHMS["clipped"] = lambda hyperparameters: fc.Algorithm(
-    "clipped", fc.ALGORITHMS["fedavg"](hyperparameters).local, clipped()
-)
-records = list(fc.rounds(dataset="synthetic-1-1", algorithm="clipped", rounds=5))
+trained = fc.train(dataset="synthetic-1-1", algorithm=clipped(), rounds=5)

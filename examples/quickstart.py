@@ -8,8 +8,8 @@ data = fc.load_dataset("synthetic-1-1")
 figure = Figure(figsize=(7, 4), layout="constrained")
 axis = figure.subplots()
 
-for name in ("fedavg", "folb", "fedavg-contextual"):
-    records = list(fc.rounds(data=data, algorithm=name, rounds=20, probes="cohort", smoothness="measured"))
+for name in ("fedavg", "folb", "fedavg-memory"):
+    records = fc.train(data=data, algorithm=name, rounds=20).records
     axis.plot([record.number for record in records], [record.accuracy for record in records], label=name)
     print(f"{name}: loss {records[-1].loss:.3f}, accuracy {records[-1].accuracy:.1%}")
 

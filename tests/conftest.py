@@ -15,7 +15,7 @@ settings.load_profile("fedcontext")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile before there are workers: those that compile side by side may differ in the last bit."""
+    """Compile before xdist starts its workers, which would all compile the same functions."""
     if not hasattr(config, "workerinput") and find_spec("numba"):
         from fedcontext.engines.numba.engine import SoftmaxNumba
 

@@ -225,7 +225,10 @@ BAD = {
     "model file": (["run", "--save", "model.pt"], "a model file must end in .npz or .safetensors, got model.pt"),
     "over-selection": (["run", "--over-select", "nan"], "over_select must be a number of at least 0"),
     "mu of a later algorithm": (["compare", "--mu", "-1"], "mu must be a number of at least 0"),
-    "everyone on demand": (["run", "--dataset", "synthetic-1-1-50", "--probes", "all"], "set probes to cohort or a number"),
+    "everyone on demand": (
+        ["run", "--dataset", "synthetic-1-1-50", "--probes", "all"],
+        "set probes to cohort or a number",
+    ),
     "out is a file": (["run", "--out", "odd.toml", "--rounds", "1"], "odd.toml"),
     "epochs": (
         ["run", "--epochs", "5..1"],

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fedcontext as fc
 from fedcontext.errors import FedcontextError
 from fedcontext.fleet import PROFILES, make_fleet, replies
-from fedcontext.plan import Stream, batches, generator, plan_round
+from fedcontext.plan import Stream, batches, generator, orders, plan_round
 
 
 @given(st.integers(0, 1000), st.integers(1, 50), st.integers(1, 40))
@@ -52,6 +52,13 @@ def test_selection_is_uniform_and_rounds_differ():
     for number in range(1, 401):
         counts[plan_round(0, number, 20, devices_per_round=5).devices] += 1
     assert abs(counts - 100).max() < 40  # 4.6 standard deviations
+
+
+@given(st.integers(0, 2**40), st.integers(1, 99), st.integers(0, 999), st.integers(1, 300), st.integers(1, 5))
+def test_batch_orders_are_successive_permutations_of_one_generator(seed, number, device, samples, epochs):
+    random = generator(seed, number, Stream.BATCHES, device)
+    expected = [random.permutation(samples) for _ in range(epochs)]
+    np.testing.assert_array_equal(orders(seed, number, device, samples, epochs), expected)
 
 
 @given(st.integers(1, 60), st.integers(1, 4), st.integers(1, 70))

@@ -1,5 +1,6 @@
-"""A Ray cluster gives the results of one machine, whatever its workers and whatever happens to them."""
+"""A Ray cluster gives the results of one machine, for any number of workers and when workers are lost."""
 
+import dataclasses
 import os
 import signal
 
@@ -18,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("federation")]  # many p
 
 @pytest.fixture(scope="module")
 def cluster():
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     yield ray
     ray.shutdown()
@@ -51,7 +52,7 @@ def test_workers_give_the_updates_and_gradients_of_one_machine(two, data):
     assert np.array_equal(two.gradient(params, devices, weights), alone.gradient(params, devices, weights))
 
 
-def test_one_device_on_two_workers_is_no_trouble(two, data):
+def test_fewer_devices_than_workers(two, data):
     params = two.initial_params()
     assert same(two.train(params, work_of([4])), engine_named("numba", data).train(params, work_of([4])))
 
@@ -61,7 +62,7 @@ def test_the_number_of_workers_changes_nothing(two, data):
     assert same(two.train(params, work_of(range(12))), one.train(params, work_of(range(12))))
 
 
-def test_a_device_that_is_not_there_is_refused_before_any_worker_is_asked(two):
+def test_an_unknown_device_is_refused(two):
     for devices in ([0, 12], [-1]):
         with pytest.raises(fc.FedcontextError, match=f"device must be from 0 to 11, got {devices[-1]}"):
             two.train(two.initial_params(), work_of(devices))
@@ -69,13 +70,13 @@ def test_a_device_that_is_not_there_is_refused_before_any_worker_is_asked(two):
             two.gradients(two.initial_params(), np.array(devices))
 
 
-def test_devices_of_several_workers_whose_training_ran_away_are_named_in_one_error(two, data):
-    experiment, told = fc.Experiment(algorithm="folb", learning_rate=1e4, epochs=(1, 2), rounds=1), []
+def test_devices_that_diverge_on_several_workers_are_named_in_one_error(two, data):
+    experiment, messages = fc.Experiment(algorithm="folb", learning_rate=1e4, epochs=(1, 2), rounds=1), []
     for engine in (two, engine_named("reference", data)):
         with pytest.raises(fc.FedcontextError, match=r"^devices .*: the loss turned NaN") as error:
             list(fc.prepare(experiment, data=data, engine=engine).run())
-        told.append(str(error.value))
-    assert told[0] == told[1]
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
 
 
 def test_the_devices_of_a_worker_lost_between_rounds_are_run_on_a_new_one(two, data):
@@ -85,7 +86,7 @@ def test_the_devices_of_a_worker_lost_between_rounds_are_run_on_a_new_one(two, d
     assert same(two.train(params, work_of(range(12), 2)), expected)
 
 
-def test_the_devices_of_a_worker_lost_at_work_are_run_again(two, data):
+def test_the_devices_of_a_worker_lost_in_training_are_run_again(two, data):
     params, work, before = two.initial_params(), work_of(range(12), 3), pids_of(two)
     two.workers[1].__ray_call__.remote(lambda _: os.kill(os.getpid(), signal.SIGKILL))  # the training is queued behind
     assert same(two.train(params, work), engine_named("numba", data).train(params, work))
@@ -93,13 +94,27 @@ def test_the_devices_of_a_worker_lost_at_work_are_run_again(two, data):
     assert pids_of(two)[1] != before[1]
 
 
-def test_workers_that_are_always_lost_end_in_a_sentence(two):
-    def task(worker, rows):
-        ray.kill(worker)
-        return worker.gradients.remote(two.initial_params(), rows)
+def test_a_worker_lost_at_every_attempt_is_an_error(cluster, data, monkeypatch):
+    engine = SoftmaxRay(data, workers=1)
+    lost = engine.workers[0]
+    ray.kill(lost)
+    monkeypatch.setattr(engine, "_new_worker", lambda: lost)
+    with pytest.raises(fc.FedcontextError, match="lost in each of 4 attempts"):
+        engine.gradients(engine.initial_params(), np.arange(2))
 
-    with pytest.raises(fc.FedcontextError, match="lost in each of 4 tries"):
-        two._shared_out(task, np.ones(2, np.int64))
+
+def test_an_error_in_a_worker_reaches_the_caller_as_it_is(two):
+    negative_seed = dataclasses.replace(work_of([0, 1]), seed=-1)
+    with pytest.raises(fc.FedcontextError, match=r"^seeds and numbers must be 0 or more, got -1$") as error:
+        two.train(two.initial_params(), negative_seed)
+    assert type(error.value) is fc.FedcontextError
+    assert error.value.__cause__ is None
+
+
+def test_params_of_another_shape_are_refused(two):
+    for call in (lambda: two.train(np.zeros(2), work_of([0])), lambda: two.gradients(np.zeros(2), np.array([0]))):
+        with pytest.raises(fc.FedcontextError, match=r"^params must be float32 \(61, 10\), got float64 \(2,\)$"):
+            call()
 
 
 def pids_of(engine):
@@ -112,7 +127,7 @@ def test_whole_runs_are_those_of_one_machine(cluster, data):
     assert ours == theirs
 
 
-def test_data_made_on_demand_is_made_on_the_workers(cluster):
+def test_data_drawn_on_demand_is_drawn_on_the_workers(cluster):
     data = synthetic(1, 1, devices=500, on_demand=True)
     ours, alone = SoftmaxRay(data, workers=2), engine_named("numba", data)
     assert same(

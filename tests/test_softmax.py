@@ -54,7 +54,7 @@ def test_one_full_batch_step_is_gradient_descent(small_data):
     np.testing.assert_allclose(engine.train(params, work)[0], -0.1 * engine.gradients(params, np.array([3]))[0])
 
 
-def test_the_proximal_objective_has_the_half(small_data):
+def test_the_proximal_term_is_half_mu_times_the_squared_distance(small_data):
     """Two full-batch steps: the second adds μ (w - wᵗ), the gradient of (μ/2)‖w - wᵗ‖², to the slope."""
     engine, mu, rate = SoftmaxReference(small_data, np.float64), 0.7, 0.1
     params = engine.initial_params()
@@ -71,16 +71,16 @@ def test_a_stronger_proximal_term_keeps_devices_closer(small_data):
     assert lengths[0] > lengths[1] > lengths[2]
 
 
-def test_everyones_gradient_is_the_gradient_of_the_loss(small_data):
+def test_the_gradient_over_all_devices_is_that_of_the_loss(small_data):
     engine = SoftmaxReference(small_data, np.float64)
     params = np.random.default_rng(0).standard_normal(engine.initial_params().shape)
     sizes = small_data.train.sizes / small_data.train.sizes.sum()
-    everyone = np.arange(small_data.population)
+    all_devices = np.arange(small_data.population)
     whole = gradient(params, small_data.train.features, small_data.train.labels)
-    np.testing.assert_allclose(engine.gradient(params, everyone, sizes), whole)
-    np.testing.assert_allclose(engine.gradient(params, everyone[::-1], sizes[::-1]), whole)  # device by device
-    mean = np.mean(engine.gradients(params, everyone), axis=0)
-    np.testing.assert_allclose(engine.gradient(params, everyone, np.full(12, 1 / 12)), mean)
+    np.testing.assert_allclose(engine.gradient(params, all_devices, sizes), whole)
+    np.testing.assert_allclose(engine.gradient(params, all_devices[::-1], sizes[::-1]), whole)  # device by device
+    mean = np.mean(engine.gradients(params, all_devices), axis=0)
+    np.testing.assert_allclose(engine.gradient(params, all_devices, np.full(12, 1 / 12)), mean)
 
 
 def test_single_and_double_precision_agree(small_data):
@@ -94,8 +94,8 @@ def test_measured_curvature_is_the_top_eigenvalue_of_the_hessian(small_data):
     engine = SoftmaxReference(small_data, np.float64)
     x = np.hstack([small_data.train.features, np.ones((len(small_data.train.labels), 1))])
     top = np.linalg.eigvalsh(x.T @ x / len(x))[-1] / 3  # at zero params: (I/C - 1/C²) has top eigenvalue 1/C
-    everyone, sizes = np.arange(12), small_data.train.sizes / small_data.train.sizes.sum()
-    assert curvature(lambda w: engine.gradient(w, everyone, sizes), engine.initial_params()) == pytest.approx(
+    all_devices, sizes = np.arange(12), small_data.train.sizes / small_data.train.sizes.sum()
+    assert curvature(lambda w: engine.gradient(w, all_devices, sizes), engine.initial_params()) == pytest.approx(
         top, rel=1e-3
     )
 
@@ -103,6 +103,6 @@ def test_measured_curvature_is_the_top_eigenvalue_of_the_hessian(small_data):
 @pytest.mark.parametrize(
     "local", [{"learning_rate": 0}, {"learning_rate": 0.1, "batch_size": 0}, {"learning_rate": 0.1, "mu": -1}]
 )
-def test_impossible_training_is_refused(local):
+def test_invalid_hyperparameters_are_refused(local):
     with pytest.raises(ValueError, match="must be"):
         LocalSGD(**{"batch_size": 10, **local})

@@ -1,7 +1,7 @@
-"""fedcontext: an engine's local training, and the same average by samples that the peers take.
+"""fedcontext: an engine's local training, and the same average by samples that the peers compute.
 
-The fifth word of the command line is the engine; ``+aggregate`` after it passes the updates through `fc.aggregate`,
-with all its checks and the geometry that a record shows, instead of one line of NumPy.
+The fifth argument is the engine. With ``+aggregate`` after it the updates are averaged by `fc.aggregate`, with its input
+validation and geometry, instead of one line of NumPy.
 """
 
 import sys
@@ -16,22 +16,22 @@ from fedcontext.local_sgd import sgd
 
 
 class Fedcontext:
-    def __init__(self, work, engine, door):
+    def __init__(self, work, engine, through_aggregate):
         train = Split(work.features, work.labels, work.offsets)
-        self.work, self.engine_name, self.door = work, engine, door
+        self.work, self.engine_name, self.through_aggregate = work, engine, through_aggregate
         self.data = FederatedData(
             "mnist", train, Split(train.features[:0], train.labels[:0], 0 * work.offsets), CLASSES
         )
 
     def reset(self):
-        self.engine = engine_named(self.engine_name, self.data)  # fresh: nothing kept from the warm-up
+        self.engine = engine_named(self.engine_name, self.data)
         self.state = self.engine.initial_params()
 
     def round(self, number):
         devices, epochs = self.work.devices[number], self.work.epochs[number]
         updates = self.engine.train(self.state, Work(0, number + 1, devices, epochs, sgd(RATE, BATCH)))
         samples = self.work.samples(number)
-        if self.door:
+        if self.through_aggregate:
             self.state = fc.aggregate(self.state, updates, rule=fc.by_samples(), samples=samples).params
         else:
             self.state = self.state.copy()
@@ -44,5 +44,5 @@ class Fedcontext:
 
 if __name__ == "__main__":
     work, out = arguments()
-    engine, _, door = sys.argv[5].partition("+")
-    play(Fedcontext(work, engine, bool(door)), work, out)
+    engine, _, suffix = sys.argv[5].partition("+")
+    play(Fedcontext(work, engine, bool(suffix)), work, out)

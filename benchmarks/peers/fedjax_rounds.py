@@ -1,4 +1,4 @@
-"""FedJAX: its own training loop over clients (jit backend) with its own FedAvg step, and our batches."""
+"""FedJAX: its training loop over clients (jit backend) and its FedAvg step, on the planned batches."""
 
 import fedjax
 import jax

@@ -1,4 +1,4 @@
-"""The device's side of the Flower benchmark, in a module of its own so that Ray's actors can import it."""
+"""The client of the Flower benchmark, in its own module so that Ray's actors can import it."""
 
 from functools import cache
 
@@ -12,8 +12,8 @@ client = ClientApp()
 
 
 @cache
-def device_side(folder, row, rounds):
-    """Return the plain loop of `torch_rounds`, made once in each actor."""
+def client_loop(folder, row, rounds):
+    """Return the plain loop of `torch_rounds`, created once per actor."""
     loop = PlainLoop(Work(folder, row, rounds))
     loop.reset()
     return loop
@@ -22,7 +22,7 @@ def device_side(folder, row, rounds):
 @client.train()
 def train(message, context):
     config, arrays = message.content["config"], message.content["arrays"]
-    loop = device_side(config["folder"], config["row"], config["rounds"])
+    loop = client_loop(config["folder"], config["row"], config["rounds"])
     loop.train([torch.from_numpy(array) for array in arrays.to_numpy_ndarrays()], config["number"], config["place"])
     update = ArrayRecord([parameter.detach().numpy() for parameter in loop.model.parameters()])
     count = int(loop.work.samples(config["number"])[config["place"]])

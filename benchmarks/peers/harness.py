@@ -1,4 +1,4 @@
-"""What every peer runs in: the same rounds from files, timed the same way. Needs NumPy alone.
+"""The loop that every peer runs in: the same rounds, read from files and timed the same way. Needs NumPy alone.
 
 A work folder holds features.npy, labels.npy, offsets.npy and, for each row of the table, devices, epochs and the order
 in which each device visits its samples, so that all peers take exactly the same steps.
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-BORN = time.perf_counter()
+STARTED = time.perf_counter()
 RATE, BATCH, CLASSES = 0.03, 10, 10
 
 
 class Work:
-    """The rounds of one row: who trains, and the batches (rows of the data) that each of them steps through."""
+    """The rounds of one row: the devices that train, and their batches as rows of the data."""
 
     def __init__(self, folder, row, rounds):
         folder = Path(folder)
@@ -43,16 +43,16 @@ class Work:
 
 
 def arguments():
-    """Return the work and the file for the result that the command line names."""
+    """Return the work and the result file named on the command line."""
     folder, row, rounds, out = sys.argv[1:5]
     return Work(folder, row, int(rounds)), Path(out)
 
 
 def play(peer, work, out):
-    """Run all rounds once to warm up and once against the clock, and write what came of it."""
+    """Run all rounds once to warm up and once timed, and write the result."""
     peer.reset()
     peer.round(0)
-    started = time.perf_counter() - BORN
+    started = time.perf_counter() - STARTED
     for number in range(1, work.rounds):
         peer.round(number)
     peer.reset()

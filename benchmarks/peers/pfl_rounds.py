@@ -1,4 +1,4 @@
-"""pfl-research: its FederatedAveraging on its SimulatedBackend; a small subclass brings epochs for each device."""
+"""pfl-research: its FederatedAveraging on its SimulatedBackend; a small subclass adds epochs per device."""
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ class Logistic(torch.nn.Linear):
 
 
 class PlannedDataset(Dataset):
-    """A device's data in the planned batches; its epochs are already laid out in them."""
+    """A device's data in the planned batches of all its epochs."""
 
     def __init__(self, batches, **kwargs):
         super().__init__(**kwargs)
@@ -65,7 +65,7 @@ class PFL:
         return PlannedDataset(batches, raw_data=[self.features[rows], self.labels[rows]], user_id=str(device))
 
     def round(self, number):
-        self.algorithm._current_central_iteration = 1  # every round is "the second": the first would evaluate as well
+        self.algorithm._current_central_iteration = 1  # the first iteration would evaluate too
         self.algorithm.run(self.settings, self.backend, self.model, self.train, send_metrics_to_platform=False)
 
     def params(self):

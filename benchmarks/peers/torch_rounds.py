@@ -1,4 +1,4 @@
-"""A plain PyTorch loop: what one writes without a framework. One thread, which is faster here than two."""
+"""A plain PyTorch training loop without a framework, on one thread, which is faster here than two."""
 
 import numpy as np
 import torch
@@ -25,10 +25,10 @@ class PlainLoop:
             self.train(start, number, place)
             for total_, parameter in zip(total, self.model.parameters(), strict=True):
                 total_.add_(parameter.detach(), alpha=share)
-        self.put(total)
+        self.set_parameters(total)
 
     def train(self, start, number, place):
-        self.put(start)
+        self.set_parameters(start)
         optimiser = torch.optim.SGD(self.model.parameters(), lr=RATE)
         for batch in self.work.batches(number, place):
             rows = torch.from_numpy(batch)
@@ -36,7 +36,7 @@ class PlainLoop:
             torch.nn.functional.cross_entropy(self.model(self.features[rows]), self.labels[rows]).backward()
             optimiser.step()
 
-    def put(self, values):
+    def set_parameters(self, values):
         with torch.no_grad():
             for parameter, value in zip(self.model.parameters(), values, strict=True):
                 parameter.copy_(value)

@@ -44,7 +44,8 @@ EXPORTS = {
         "stateless",
     ],
     "server": ["ServerOptimizer", "fedadagrad", "fedadam", "fedavgm", "fedyogi"],
-    "simulation": ["Simulation", "State", "Trained", "prepare", "simulate", "train"],
+    "preparation": ["Trained", "prepare", "simulate", "train"],
+    "simulation": ["Simulation", "State"],
     "sums": ["Sums"],
 }
 MODULES = ["presets", "runner"]  # public modules

@@ -30,6 +30,10 @@ from fedcontext.memory import MemorySettings as MemorySettings
 from fedcontext.memory import contextual_memory as contextual_memory
 from fedcontext.plan import RoundPlan as RoundPlan
 from fedcontext.plan import plan_round as plan_round
+from fedcontext.preparation import Trained as Trained
+from fedcontext.preparation import prepare as prepare
+from fedcontext.preparation import simulate as simulate
+from fedcontext.preparation import train as train
 from fedcontext.records import RoundRecord as RoundRecord
 from fedcontext.records import read_run as read_run
 from fedcontext.records import write_records as write_records
@@ -53,9 +57,5 @@ from fedcontext.server import fedavgm as fedavgm
 from fedcontext.server import fedyogi as fedyogi
 from fedcontext.simulation import Simulation as Simulation
 from fedcontext.simulation import State as State
-from fedcontext.simulation import Trained as Trained
-from fedcontext.simulation import prepare as prepare
-from fedcontext.simulation import simulate as simulate
-from fedcontext.simulation import train as train
 from fedcontext.sums import Sums as Sums
 from fedcontext.version import __version__ as __version__

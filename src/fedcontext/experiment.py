@@ -55,6 +55,11 @@ class Experiment:
         "Devices that report their gradient in each round (K2); cohort is the devices that train",
         aliases=("k2", "K2"),
     )
+    gradient_bits: int | Literal["auto"] = setting(
+        "auto",
+        integer(1, "auto"),
+        "Bits an entry of the probes' gradients on the uplink, 1 to 8 or 32 (exact); auto is 2 to 4 for memory, else 32",
+    )
     pool: int | Literal["all"] = setting(
         "all", integer(0, "all"), "Devices that train beside the cohort, for the expected rules"
     )

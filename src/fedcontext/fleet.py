@@ -98,21 +98,31 @@ class Replies:
     bytes_up: int
 
 
+@dataclass(frozen=True)
+class ProbeCost:
+    """What a device spends on reporting its gradient, beside receiving the params."""
+
+    passes: int = 1  # over its training data
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+
 def replies(
     fleet: Fleet,
     plan: RoundPlan,
     samples: IntArray,
     model_bytes: int,
     *,
+    probe: ProbeCost | None = None,
     own_gradients: bool = False,
     state_bytes: int = 0,
     deadline: float | None = None,
 ) -> Replies:
     """Return whose replies arrive before ``deadline``, and what the round cost.
 
-    A device sends one reply: its update, its gradient (one more pass over its data) or both. Where more devices train than
-    wanted, the first to reply are kept. ``own_gradients`` asks the whole cohort for gradients too,
-    ``state_bytes`` go to every device that trains beside the params.
+    A device sends one reply: its update, its gradient or both. Where more devices train than wanted, the first to reply are
+    kept. ``probe`` is the cost of a gradient (by default one pass, and one model sent), ``own_gradients`` asks the whole
+    cohort for gradients too, and ``state_bytes`` go to every device that trains beside the params.
 
     >>> from fedcontext.plan import plan_round
     >>> plan, fleet = plan_round(0, 1, 50, over_select=0.5), make_fleet(PROFILES["edge"], 50, seed=0)
@@ -123,12 +133,16 @@ def replies(
     if deadline is not None and not deadline > 0:
         raise FedcontextError(f"deadline must be positive, got {deadline}")
     limit = np.inf if deadline is None else deadline
+    probe = probe or ProbeCost(bytes_up=model_bytes)
+    probe_bytes = probe.bytes_up + probe.bytes_down
     both = np.isin(plan.devices, plan.probes) | own_gradients
     arrivals = fleet.seconds(
-        plan.devices, (plan.epochs + both) * samples[plan.devices], (2 + both) * model_bytes + state_bytes
+        plan.devices,
+        (plan.epochs + both * probe.passes) * samples[plan.devices],
+        2 * model_bytes + state_bytes + both * probe_bytes,
     )
     pool_arrivals = fleet.seconds(plan.pool, plan.pool_epochs * samples[plan.pool], 2 * model_bytes + state_bytes)
-    probe_arrivals = fleet.seconds(plan.probes, samples[plan.probes], 2 * model_bytes)
+    probe_arrivals = fleet.seconds(plan.probes, probe.passes * samples[plan.probes], model_bytes + probe_bytes)
 
     first = np.sort(np.argsort(arrivals, kind="stable")[: plan.wanted])
     cohort = first[arrivals[first] <= limit]
@@ -147,6 +161,10 @@ def replies(
         probes=probes,
         excluded=excluded,
         seconds=float(min(limit, np.concatenate([arrivals[first], pool_arrivals, probe_arrivals[~trains]]).max())),
-        bytes_down=int(contacted * model_bytes + (len(plan.devices) + len(plan.pool)) * state_bytes),
-        bytes_up=int((len(cohort) + len(pool) + gradients) * model_bytes),
+        bytes_down=int(
+            contacted * model_bytes
+            + (len(plan.devices) + len(plan.pool)) * state_bytes
+            + (np.count_nonzero(both) + np.count_nonzero(~trains)) * probe.bytes_down
+        ),
+        bytes_up=int((len(cohort) + len(pool)) * model_bytes + gradients * probe.bytes_up),
     )

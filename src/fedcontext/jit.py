@@ -1,11 +1,10 @@
-"""How functions are compiled: once for each machine, kept on disk, with a word while it happens."""
+"""Numba compilation: cached on disk once per machine, with one line on standard error while it happens."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeVar
 
 import numba
@@ -13,63 +12,45 @@ from numba.core import event
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Sums may be reordered, so that they vectorise; NaN and infinity keep their meaning, so that they can be reported.
+# Sums may be reordered, so that they vectorise; NaN and infinity keep their meaning, so that divergence is detected.
+_OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "arcp", "nsz"}}
 _njit: Any = numba.njit
-_HOW = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "arcp", "nsz"}}
-# For functions that only compiled ones call: they are kept inside these, and need no door from Python.
-inner: Callable[[Function], Function] = _njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_HOW)
+# For functions that only compiled functions call: compiled as part of these.
+inner: Callable[[Function], Function] = _njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)
 
 
 def compiled(function: Function) -> Function:
-    """Return a function compiled when it is first called, and kept on disk for later processes where that can be."""
+    """Return the function compiled at its first call, and cached on disk where a cache folder is writable.
+
+    It may call `inner` functions, but no other compiled one: what is inlined would then depend on the state of the
+    cache, and results could differ in the last bit from process to process.
+    """
     try:
-        kept: Function = _njit(cache=True, **_HOW)(function)
-        return kept
+        cached: Function = _njit(cache=True, **_OPTIONS)(function)
+        return cached
     except RuntimeError:  # Numba finds no folder that it may write to
-        _Word.how_often = "in each process (set NUMBA_CACHE_DIR to a folder where it can be kept)"
-        forgotten: Function = _njit(**_HOW)(function)
-        return forgotten
+        _Announcement.frequency = "in each process (set NUMBA_CACHE_DIR to a writable folder to cache it)"
+        uncached: Function = _njit(**_OPTIONS)(function)
+        return uncached
 
 
-class _Word(event.Listener):
-    """Says on standard error, once, that something is being compiled."""
+def announced(what: str) -> AbstractContextManager[None]:
+    """Return a context that prints one line when anything is compiled in it; loading from the cache prints nothing."""
+    install: Callable[..., AbstractContextManager[None]] = event.install_listener
+    return install("numba:compile", _Announcement(what))
 
-    said: ClassVar[set[str]] = set()
-    how_often: ClassVar[str] = "once"
+
+class _Announcement(event.Listener):
+    printed: ClassVar[set[str]] = set()
+    frequency: ClassVar[str] = "once"
 
     def __init__(self, what: str) -> None:
         self.what = what
 
     def on_start(self, event: Any) -> None:
-        if self.what not in self.said:
-            logging.getLogger("fedcontext").warning("compiling %s for this machine, %s ...", self.what, self.how_often)
-            self.said.add(self.what)
+        if self.what not in self.printed:
+            logging.getLogger("fedcontext").warning("compiling %s for this machine, %s ...", self.what, self.frequency)
+            self.printed.add(self.what)
 
     def on_end(self, event: Any) -> None:
         pass
-
-
-@contextmanager
-def announced(what: str) -> Iterator[None]:
-    """Tell the user if anything is compiled in this block; what comes from the disk cache is loaded in silence."""
-    with _alone(), event.install_listener("numba:compile", _Word(what)):
-        yield
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Let one process compile at a time; the others then load what it kept.
-
-    A function compiled beside callees that came from the cache is not inlined as one compiled with them, and may differ
-    in the last bit: processes that compile at the same time would not agree.
-    """
-    try:
-        import fcntl
-
-        file = (Path(__file__).parent / "__pycache__" / "compiling.lock").open("w")
-    except (ImportError, OSError):  # no such locks here, or nowhere to keep them
-        yield
-        return
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -42,6 +42,7 @@ class MemorySettings:
     smallest: float = 0.01  # added to the root mean square that divides d
     ridge: float = 1e-4  # relative ridge of the quadratic model
     largest: float = 20.0  # upper limit of trust and anchor
+    trial: float = 0.1  # limit of ‖step - d‖ / ‖d‖ where the last step was d: nothing is known of deviations yet
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,10 @@ def memory_step(
     reference = max(lengths[MEAN], length)
     limit = min(settings.reach * trust * reference, max(2 * lengths[PREVIOUS], lengths[MEAN]))
     anchor = _followed(memory.anchor, settings.growth, g, y, memory.deviation, settings.floor / 2, settings.largest)
-    deviation = _shortened(_shortened(_combined(x, unit), limit) - d, anchor * reference)
+    most = anchor * reference
+    if not memory.deviation.any():
+        most = min(most, settings.trial * lengths[MEAN])
+    deviation = _shortened(_shortened(_combined(x, unit), limit) - d, most)
     if _norm(deviation) <= ROUNDING * reference:
         deviation = np.zeros_like(d)  # rounding errors are no evidence for the anchor
     after = Memory(m, error, v, d + deviation, deviation, unit, slopes, hits, squares, *fit, length, trust, anchor)

@@ -19,6 +19,7 @@ from fedcontext.plan import IntArray
 from fedcontext.sums import flat, unflat
 
 ITERATIONS = 30  # of BFGS, a few passes over all data each
+HALVINGS = 40  # of a step that is too long; the first can be by orders of magnitude
 TOLERANCE = 1e-6  # relative decrease of the loss below which to stop; float32 losses resolve about 1e-7
 Loss = Callable[[FloatArray], float]
 Gradient = Callable[[FloatArray], FloatArray]
@@ -84,15 +85,16 @@ def lowest_step(loss: Loss, gradient: Gradient, directions: FloatArray, first: F
         x, value = 0 * x, value_at_zero
     slope = basis @ gradient(x @ basis)
     inverse = np.eye(len(x)) * 0.1 * scale / (float(np.linalg.norm(slope)) or 1.0)
+    stalled = 0
     for _ in range(ITERATIONS):
         direction = -inverse @ slope
         if not slope @ direction < 0:
             break
         move, lower = _line_search(loss_at, x, direction, value, float(slope @ direction))
-        decrease, value = value - lower, lower
-        if decrease <= TOLERANCE * abs(value):
-            return np.asarray((x + move) @ basis)
-        x, before = x + move, slope
+        stalled = stalled + 1 if value - lower <= TOLERANCE * abs(lower) else 0
+        x, value, before = x + move, lower, slope
+        if stalled == 2:  # one short step can be a poor estimate of the curvature
+            break
         slope = basis @ gradient(x @ basis)
         inverse = _bfgs(inverse, move, slope - before)
     return np.asarray(x @ basis)
@@ -123,7 +125,7 @@ def _line_search(
         while size < 2**10 and (further := loss(x + 2 * size * direction)) < lowest:
             size, lowest = 2 * size, further
         return size * direction, lowest
-    for _ in range(12):
+    for _ in range(HALVINGS):
         size /= 2
         if (lowest := loss(x + size * direction)) <= value + 1e-4 * size * slope:
             return size * direction, lowest

@@ -31,6 +31,8 @@ class Stream(IntEnum):
     FLEET = 5
     DATA = 6
     DROPOUT = 7
+    GRADIENT_CODE = 8
+    DIFFERENCE_CODE = 9
 
 
 def generator(seed: int, number: int, stream: Stream, device: int = 0) -> np.random.Generator:
@@ -40,7 +42,7 @@ def generator(seed: int, number: int, stream: Stream, device: int = 0) -> np.ran
     >>> bool(draws[0] == draws[1])
     True
     """
-    entropy = np.array(words(seed, number, stream, device), np.uint32)  # twice as fast as default_rng of the numbers
+    entropy = np.array(words(seed, number, stream, device), np.uint32)  # twice as fast as default_rng(list)
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
 
 
@@ -122,7 +124,7 @@ def _probes(seed: int, number: int, population: int, cohort: IntArray, probes: P
 
 
 def batches(seed: int, number: int, device: int, samples: int, epochs: int, size: int) -> Iterator[IntArray]:
-    """Yield the sample indices of each local step: every epoch a fresh shuffle, its last batch maybe smaller.
+    """Yield the sample indices of each local step; the last batch of an epoch may be smaller.
 
     >>> [len(batch) for batch in batches(0, 1, device=4, samples=25, epochs=2, size=10)]
     [10, 10, 5, 10, 10, 5]
@@ -133,13 +135,13 @@ def batches(seed: int, number: int, device: int, samples: int, epochs: int, size
 
 
 def orders(seed: int, number: int, device: int, samples: int, epochs: int) -> IntArray:
-    """Return (epochs, samples), the order in which each epoch of a device visits its samples.
+    """Return (epochs, samples), the order in which each epoch of a device visits its samples: a shuffle per epoch.
 
     >>> orders(0, 1, device=4, samples=3, epochs=2).shape
     (2, 3)
     """
     random = generator(seed, number, Stream.BATCHES, device)
-    return np.array([random.permutation(samples) for _ in range(epochs)])
+    return random.permuted(np.tile(np.arange(samples), (epochs, 1)), axis=1)
 
 
 def _epochs(seed: int, number: int, devices: IntArray, bounds: tuple[int, int]) -> IntArray:

@@ -21,8 +21,9 @@ from fedcontext.engines.base import ENGINES, Engine
 from fedcontext.errors import FedcontextError, require
 from fedcontext.experiment import Experiment
 from fedcontext.model_file import check_format, save_params
+from fedcontext.preparation import prepare
 from fedcontext.records import RoundRecord, read_run, stream_records, truncate_run
-from fedcontext.simulation import Simulation, State, prepare
+from fedcontext.simulation import Simulation, State
 from fedcontext.toml import to_toml
 
 LOG = logging.getLogger("fedcontext")

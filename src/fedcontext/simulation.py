@@ -10,25 +10,21 @@ from typing import Any
 import numpy as np
 
 from fedcontext.aggregation import Aggregation, aggregate
-from fedcontext.algorithms import Algorithm, Hyperparameters, algorithm_named
-from fedcontext.arrays.tree import FloatArray, Leaves, Structure, all_finite, kind_of, leaves, rebuild
-from fedcontext.datasets import FederatedData, load_dataset
-from fedcontext.datasets.federated import full_participation
-from fedcontext.engines.base import Engine, EngineOptions, Work, engine_named
-from fedcontext.errors import FedcontextError, require
-from fedcontext.experiment import Experiment, experiment_from
-from fedcontext.fleet import Fleet, Replies, make_fleet, profile_named, replies
+from fedcontext.algorithms import Algorithm
+from fedcontext.arrays.tree import FloatArray, Leaves, Structure, all_finite, kind_of, leaves, rebuild, size_of
+from fedcontext.datasets import FederatedData
+from fedcontext.engines.base import Engine, Work
+from fedcontext.errors import FedcontextError
+from fedcontext.experiment import Experiment
+from fedcontext.fleet import Fleet, Replies, replies
 from fedcontext.geometry import Report, shares
-from fedcontext.local_sgd import sgd
 from fedcontext.oracle import oracle_aggregation
 from fedcontext.plan import IntArray, RoundPlan, plan_round
+from fedcontext.probing import Coding, probe_answers
 from fedcontext.records import RoundRecord
-from fedcontext.rules import AnyRule, Rule, SumRule
 from fedcontext.rules import State as RuleState
 from fedcontext.server import ServerOptimizer, except_buffers
 from fedcontext.server import State as ServerState
-from fedcontext.smoothness import curvature, smoothness_of
-from fedcontext.sums import flat, unflat
 from fedcontext.variates import VariateState, corrections, initial_state, next_state
 
 
@@ -56,14 +52,6 @@ class State:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A finished run: its final params, and the record of every round."""
-
-    params: Structure
-    records: list[RoundRecord]
-
-
-@dataclass(frozen=True)
 class Simulation:
     """An experiment made ready: its data, engine, algorithm and fleet."""
 
@@ -73,6 +61,7 @@ class Simulation:
     algorithm: Algorithm
     fleet: Fleet
     smoothness: float  # β at which the bound is reported
+    coding: Coding = Coding()  # of the probes' answers  # noqa: RUF009
 
     def start(self) -> State:
         """Return the state before the first round."""
@@ -127,22 +116,20 @@ class Simulation:
         needs, cohort_probes = self.algorithm.rule.needs, np.array_equal(probes, devices)
         updates = self._train(state, plan, received)
         gradients = gradient = own = differences = None
-        if "own gradients" in needs or ("gradient" in needs and cohort_probes):
+        if "own gradients" in needs:
             own = self.engine.gradients(state.params, devices)
-        if "gradient" in needs and not cohort_probes:
-            if "differences" in needs:
-                gradients = self.engine.gradients(state.params, probes)
-            else:
-                gradient = self.engine.gradient(state.params, probes, self._probe_weights(probes))
-        if "differences" in needs and state.previous is not None:
-            before = self.engine.gradients(state.previous, probes)
-            differences = [_difference(now, then) for now, then in zip(gradients or own or [], before, strict=True)]
+        if "gradient" in needs and ("differences" in needs or not self.coding.exact or cohort_probes):
+            key = self.experiment.seed, plan.number
+            answers, differences = probe_answers(self.engine, state.params, state.previous, probes, self.coding, key)
+            own, gradients = (answers, None) if cohort_probes else (own, answers)
+        elif "gradient" in needs:  # the mean alone, in one pass where all devices probe
+            gradient = self.engine.gradient(state.params, probes, self._probe_weights(probes))
         return Report(
             updates=dict(zip(devices.tolist(), updates[: len(devices)], strict=True)),
             samples=self.data.train.sizes[devices],
             gradient=gradient,
             gradients=gradients,
-            probe_weights=self._probe_weights(devices) if own is not None and cohort_probes else None,
+            probe_weights=self._probe_weights(probes) if gradients or (own and cohort_probes) else None,
             own_gradients=own,
             pool=dict(zip(pool.tolist(), updates[len(devices) :], strict=True)),
             differences=differences,
@@ -151,11 +138,14 @@ class Simulation:
         )
 
     def _replies(self, plan: RoundPlan, state: State) -> Replies:
+        model_bytes = sum(leaf.nbytes for leaf in leaves(state.params).values())
+        size = sum(size_of(leaf) for leaf in self._trained(state.params).values())
         return replies(
             self.fleet,
             plan,
             self.data.train.sizes,
-            sum(leaf.nbytes for leaf in leaves(state.params).values()),
+            model_bytes,
+            probe=self.coding.cost(size, model_bytes, state.previous is not None),
             own_gradients="own gradients" in self.algorithm.rule.needs,
             state_bytes=self._state_bytes(state),
             deadline=self.experiment.deadline or None,
@@ -264,15 +254,14 @@ class Simulation:
     ) -> RoundRecord:
         change = None if loss is None or before is None else loss - before
         as_is = not self._changes_step  # the bound is about the rule's own step
+        promised = result.promised_change if result and as_is else None
         return RoundRecord(
             number=plan.number,
             loss=loss,
             accuracy=accuracy,
             devices=plan.devices[received.cohort].tolist() if result else [],
             weights=result.weights.tolist() if result else [],
-            promised_change=result.promised_change
-            if result and as_is and np.isfinite(result.promised_change)
-            else None,
+            promised_change=promised if promised is not None and np.isfinite(promised) else None,
             measured_change=change,
             smoothness=self.smoothness,
             curvature=result.curvature(change) if result and as_is and change is not None else None,
@@ -283,145 +272,6 @@ class Simulation:
             excluded=received.excluded,
             lost=result is None,
         )
-
-
-def prepare(
-    experiment: Experiment,
-    *,
-    data: FederatedData | None = None,
-    algorithm: Algorithm | AnyRule | None = None,
-    engine: Engine | None = None,
-    model: Any = None,
-) -> Simulation:
-    """Return ``experiment`` ready to run; objects given here take the place of what its settings name.
-
-    Args:
-        experiment: the settings.
-        data: your own data, such as `federate` makes.
-        algorithm: your own `Algorithm`, or a rule for FedAvg's local training.
-        engine: your own `Engine`, already made for the data.
-        model: a ``torch.nn.Module``, or a function that makes one, for the PyTorch engine.
-    """
-    data = data or load_dataset(experiment.dataset, experiment.data_seed)
-    engine = engine or _engine(experiment, data, model)
-    beta = smoothness_of(experiment.smoothness, experiment.learning_rate, lambda: measured_smoothness(engine, data))
-    algorithm = _algorithm(experiment, algorithm, beta)
-    fleet = make_fleet(profile_named(experiment.fleet), data.population, experiment.seed)
-    _check_variates(algorithm, engine)
-    simulation = Simulation(experiment, data, engine, algorithm, fleet, beta)
-    plan = simulation.plan(1)
-    asked = np.arange(data.population) if algorithm.oracle else plan.probes
-    for devices in (asked, np.union1d(plan.devices, plan.pool)):
-        full_participation(data.train, devices)  # refuses a plan that on-demand data cannot serve
-    return simulation
-
-
-def _engine(experiment: Experiment, data: FederatedData, model: Any) -> Engine:
-    if model is not None:
-        require("torch", extra="torch")
-        from fedcontext.engines.torch.engine import TorchEngine
-
-        return TorchEngine(data, model, device=experiment.device, seed=experiment.seed)
-    return engine_named(experiment.engine, data, EngineOptions(experiment.model, experiment.device, experiment.seed))
-
-
-def _check_variates(algorithm: Algorithm, engine: Engine) -> None:
-    if algorithm.variates is None:
-        return
-    if not getattr(engine, "supports_corrections", False):
-        raise FedcontextError(
-            f"engine {type(engine).__name__} does not support the corrected gradients of algorithm '{algorithm.name}'; "
-            "use engine 'reference' or 'torch'"
-        )
-    if algorithm.variates.plain_sgd and algorithm.local.momentum:
-        raise FedcontextError(
-            f"algorithm '{algorithm.name}' does not support momentum (got {algorithm.local.momentum}); use 0"
-        )
-
-
-def _algorithm(experiment: Experiment, given: Algorithm | AnyRule | None, smoothness: float) -> Algorithm:
-    if isinstance(given, Rule | SumRule):
-        given = Algorithm(given.name, sgd(experiment.learning_rate, experiment.batch_size), given)
-    if given is not None:
-        return given
-    hyperparameters = Hyperparameters(
-        learning_rate=experiment.learning_rate,
-        smoothness=smoothness,
-        batch_size=experiment.batch_size,
-        mu=experiment.mu,
-        server_learning_rate=None if experiment.server_learning_rate == "default" else experiment.server_learning_rate,
-        server_momentum=experiment.server_momentum,
-        averaging=experiment.averaging,
-    )
-    algorithm = algorithm_named(experiment.algorithm, hyperparameters)
-    extra = {name: getattr(experiment, name) for name in ("momentum", "weight_decay", "clip")}
-    return replace(algorithm, local=replace(algorithm.local, **extra))
-
-
-def simulate(
-    experiment: Experiment | None = None,
-    *,
-    data: FederatedData | None = None,
-    algorithm: Algorithm | AnyRule | str | None = None,
-    engine: Engine | str | None = None,
-    model: Any = None,
-    **settings: Any,
-) -> Iterator[tuple[State, RoundRecord]]:
-    """Yield the state and the record of every round of an `Experiment`, or of the one that ``settings`` describe.
-
-    ``algorithm``, ``engine`` and ``model`` are names of settings, or objects as in `prepare`.
-
-    >>> import fedcontext as fc
-    >>> records = [record for _, record in fc.simulate(dataset="synthetic-iid", algorithm="fedavg", rounds=3)]
-    >>> [record.number for record in records], records[-1].loss < records[0].loss
-    ([1, 2, 3], True)
-    """
-    named = {"algorithm": algorithm, "engine": engine, "model": model}
-    settings |= {name: value for name, value in named.items() if isinstance(value, str)}
-    if experiment is not None and settings:
-        raise FedcontextError("give an Experiment or settings, not both")
-    if data is not None:
-        settings.setdefault("dataset", data.name)
-    objects = {name: None if isinstance(value, str) else value for name, value in named.items()}
-    return prepare(experiment or experiment_from(settings), data=data, **objects).run()
-
-
-def train(experiment: Experiment | None = None, **given: Any) -> Trained:
-    """Return the final params and the records of a simulation; it takes what `simulate` takes.
-
-    >>> import fedcontext as fc
-    >>> result = fc.train(dataset="synthetic-iid", algorithm="fedavg", rounds=2)
-    >>> result.params.shape, len(result.records)
-    ((61, 10), 2)
-    """
-    states, records = zip(*simulate(experiment, **given), strict=True)
-    return Trained(states[-1].params, list(records))
-
-
-def measured_smoothness(engine: Engine, data: FederatedData) -> float:
-    """Return the largest curvature of the loss over all devices, at the initial params and one gradient step on.
-
-    The first step away from zero params is where softmax regression bends most. This takes the gradient of all devices
-    some forty times: a figure for studies, where a federation would estimate β from probes.
-    """
-    devices = np.arange(data.population)
-    weights = shares(data.train.sizes.astype(np.float64), data.population)
-    params = engine.initial_params()
-    base = leaves(params)
-    names = [name for name in base if name not in engine.buffers]
-
-    def gradient(vector: FloatArray) -> FloatArray:
-        at = rebuild(params, {**base, **unflat(vector, base, names)})
-        return flat(leaves(engine.gradient(at, devices, weights)), names)
-
-    start = flat(base, names)
-    beta = curvature(gradient, start)
-    return max(beta, curvature(gradient, start - gradient(start) / beta))
-
-
-def _difference(now: Structure, before: Structure) -> Structure:
-    then = leaves(before)
-    return rebuild(now, {name: leaf - then[name] for name, leaf in leaves(now).items()})
 
 
 def _finite(update: Structure) -> bool:

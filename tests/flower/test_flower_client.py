@@ -74,7 +74,7 @@ def run(source: str, name: str) -> dict:
     return space
 
 
-def test_three_changed_lines_make_the_stock_quickstart_contextual(task: ModuleType) -> None:
+def test_three_changed_lines_give_the_stock_quickstart_the_rule_with_memory(task: ModuleType) -> None:
     edits = changes()
     assert sum(len(lines) for lines in edits.values()) == 3
     torch.manual_seed(0)
@@ -89,7 +89,7 @@ def test_three_changed_lines_make_the_stock_quickstart_contextual(task: ModuleTy
         results[changed] = context.result
     metrics = results[True].train_metrics_clientapp
     assert list(metrics) == [1, 2, 3, 4]
-    assert all(len(m["fedcontext.weights"]) == 4 and m["fedcontext.promised-change"] < 0 for m in metrics.values())
+    assert all(len(m["fedcontext.weights"]) == 4 for m in metrics.values())
     assert metrics[4]["train_loss"] < metrics[1]["train_loss"]
     assert "fedcontext.weights" not in results[False].train_metrics_clientapp[1]
     assert results[True].arrays.keys() == results[False].arrays.keys()

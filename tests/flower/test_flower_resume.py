@@ -15,7 +15,9 @@ import fedcontext as fc
 from fedcontext import checkpoint
 from fedcontext.flower import ContextualStrategy, numpy_client
 from fedcontext.flower.protocol import arrays_of, record_of
+from fedcontext.memory import contextual_memory
 from fedcontext.rules import Rule
+from fedcontext.server import fedadam
 
 CONFIG = {
     "dataset": "synthetic-1-1",
@@ -40,7 +42,7 @@ def momentum() -> Rule:
         weights = np.full(len(geometry.samples), 0.5 / len(geometry.samples)) + 0.1 * last.mean()
         return weights, (count + 1, weights)
 
-    return Rule("momentum", weigh, init=lambda: (0, np.zeros(1)))
+    return Rule("momentum", weigh, init=lambda params: (0, np.zeros(1)))
 
 
 def start(at: Path, grid: MemoryGrid | None = None, rule: Rule | None = None, rounds: int = 4, **settings):
@@ -55,7 +57,7 @@ def files(at: Path) -> tuple[bytes, list[dict]]:
     return (at / "run.safetensors").read_bytes(), records
 
 
-@pytest.mark.parametrize("rule", [fc.contextual(20), momentum()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", [fc.contextual(20), momentum(), contextual_memory()], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("exchange", range(1, 9))  # two a round: training and evaluation
 def test_a_killed_server_goes_on_to_the_same_bits(tmp_path: Path, exchange: int, rule: Rule) -> None:
     start(tmp_path / "whole", rule=rule)
@@ -93,6 +95,13 @@ def test_a_kill_between_record_and_checkpoint_repeats_the_round(
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
 
 
+def test_the_state_of_a_server_optimizer_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    start(tmp_path / "whole", rule=fc.mean(), server=fedadam())
+    start(tmp_path / "cut", rule=fc.mean(), server=fedadam(), rounds=2)
+    start(tmp_path / "cut", rule=fc.mean(), server=fedadam())
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
 def test_more_rounds_can_be_asked_of_a_finished_run(tmp_path: Path) -> None:
     start(tmp_path / "whole")
     start(tmp_path / "more", rounds=2)
@@ -117,6 +126,8 @@ OTHERS = {
     "probe_averaging": "mean",
     "layers": ["softmax"],
     "buffers": ["softmax"],
+    "gradient_bits": (8, 8),
+    "server": fedadam(),
 }
 
 

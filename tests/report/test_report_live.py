@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from fedcontext.preparation import train
 from fedcontext.report import live_report
 from fedcontext.report.live import LivePage
 from fedcontext.results.reader import read_runs
-from fedcontext.simulation import train
 
 from .conftest import experiments
 

@@ -16,8 +16,8 @@ from fedcontext.callbacks import follow, trackers
 from fedcontext.callbacks.progress import Progress
 from fedcontext.callbacks.trackers import metrics_of, track_runs
 from fedcontext.errors import FedcontextError, MissingExtra
+from fedcontext.preparation import train
 from fedcontext.runner import completed_rounds
-from fedcontext.simulation import train
 
 from .conftest import experiments
 

@@ -1,4 +1,4 @@
-"""The server app: FedAvg with contextual aggregation."""
+"""The server app: FedAvg with contextual aggregation with memory, or another algorithm of fedcontext."""
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -14,7 +14,8 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     config = context.run_config
-    probes = str(config["probes"])
+    chosen, probes = algorithm(config), str(config["probes"])
+    bits = int(config["gradient-bits"]), int(config["difference-bits"])
     strategy = ContextualStrategy(
         FedAvg(
             fraction_train=float(config["fraction-train"]),
@@ -23,8 +24,10 @@ def main(grid: Grid, context: Context) -> None:
             min_evaluate_nodes=1,
             min_available_nodes=int(config["min-nodes"]),
         ),
-        rule=algorithm(config).rule,
-        probes=int(probes) if probes.isdigit() else probes,
+        rule=chosen.rule,
+        server=chosen.server,
+        probes=int(probes) if probes.isdigit() else None if probes == "default" else probes,
+        gradient_bits=bits if any(bits) else None,
         seed=int(config["seed"]),
         epochs=(int(config["min-epochs"]), int(config["max-epochs"])),
         min_replies=int(config["min-replies"]),

@@ -18,7 +18,10 @@ def algorithm(config: UserConfig) -> Algorithm:
         batch_size=int(config["batch-size"]),
         mu=float(config["mu"]),
     )
-    return algorithm_named(str(config["algorithm"]), hyperparameters)
+    chosen = algorithm_named(str(config["algorithm"]), hyperparameters)
+    if chosen.variates or chosen.oracle or "steps" in chosen.rule.needs:
+        raise fc.FedcontextError(f"{chosen.name} runs in simulations only; use another algorithm in Flower")
+    return chosen
 
 
 def initial_params(config: UserConfig) -> dict[str, np.ndarray]:

@@ -7,7 +7,7 @@ import json
 import os
 from collections import defaultdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
@@ -24,7 +24,7 @@ from fedcontext.cli.options import (
     interruptible,
     takes_settings,
 )
-from fedcontext.cli.tables import Summaries, comparison, lost_rounds
+from fedcontext.cli.tables import Summaries, comparison, lost_rounds, outcome
 from fedcontext.console import out
 from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.records import RoundRecord
@@ -32,8 +32,10 @@ from fedcontext.results.summary import Summary, summarise
 from fedcontext.runner import run as run_one
 from fedcontext.runner import run_all
 
-ALGORITHMS = "fedavg,fedprox,folb,fedavg-contextual,fedavg-memory"
+ALGORITHMS = "fedavg,fedprox,folb,fedadam,fedavg-contextual,fedavg-memory"
 SEEDS = "0,1,2"
+DATASET = Experiment().dataset
+Runs: TypeAlias = dict[str, list[tuple[Experiment, list[RoundRecord]]]]  # by algorithm, one for each seed
 LISTS = {
     "algorithms": Annotated[
         str | None, typer.Option(metavar="NAMES", help=f"Comma-separated algorithms. [default: {ALGORITHMS}]")
@@ -86,7 +88,10 @@ def compare(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run several algorithms on the same devices, epochs and batches, and compare them."""
+    """Run several algorithms on the same devices, epochs and batches, and compare them.
+
+    --dataset takes several names too, separated by commas: one table for each, and one figure.
+    """
     experiments = _experiments(settings)
     if figure is not None:
         from fedcontext.paper import figures
@@ -94,31 +99,45 @@ def compare(
         figures.check_path(figure)
     with interruptible(out_dir), follow(experiments, out_dir, quiet=quiet, report=report, track=track) as on_round:
         results = run_all(experiments, out_dir, jobs or os.cpu_count() or 1, on_round)
-    runs: dict[str, list[tuple[Experiment, list[RoundRecord]]]] = defaultdict(list)
+    runs: dict[str, Runs] = defaultdict(lambda: defaultdict(list))
     for experiment, records in zip(experiments, results, strict=True):
-        runs[experiment.algorithm].append((experiment, records))
+        runs[experiment.dataset][experiment.algorithm].append((experiment, records))
     if figure is not None:
-        curves = {name: [records for _, records in pairs] for name, pairs in runs.items()}
-        figures.draw_curves(figure, experiments[0].dataset, curves)
+        curves = {
+            dataset: {name: [records for _, records in pairs] for name, pairs in by_name.items()}
+            for dataset, by_name in runs.items()
+        }
+        figures.draw_curves(figure, curves)
     if as_json:
-        result = {name: [_as_json(each, summarise(r), out_dir) for each, r in pairs] for name, pairs in runs.items()}
-        typer.echo(json.dumps(result))
+        values = {dataset: _all_as_json(by_name, out_dir) for dataset, by_name in runs.items()}
+        typer.echo(json.dumps(values if len(values) > 1 else next(iter(values.values()))))
     elif not quiet:
-        summaries = {name: [summarise(records) for _, records in pairs] for name, pairs in runs.items()}
-        _print(experiments[0].dataset, summaries, f"records: {out_dir}" + (f", figure: {figure}" if figure else ""))
+        for dataset, by_name in runs.items():
+            _print(dataset, {name: [summarise(records) for _, records in pairs] for name, pairs in by_name.items()})
+        out.print(f"records: {out_dir}" + (f", figure: {figure}" if figure else ""), soft_wrap=True, highlight=False)
 
 
 def _experiments(settings: dict[str, Any]) -> list[Experiment]:
-    """Return one experiment for each algorithm and seed; the TOML file of a single run has one of each."""
+    """Return one experiment for each data set, algorithm and seed; the TOML file of a single run has one of each."""
     names = distinct("algorithms", settings.pop("algorithms", settings.pop("algorithm", ALGORITHMS)))
     seeds = distinct("seeds", settings.pop("seeds", str(settings.pop("seed", SEEDS))))
-    return [experiment_from({**settings, "algorithm": name, "seed": seed}) for name in names for seed in seeds]
+    datasets = distinct("dataset", settings.pop("dataset")) if "dataset" in settings else [DATASET]
+    return [
+        experiment_from({**settings, "dataset": dataset, "algorithm": name, "seed": seed})
+        for dataset in datasets
+        for name in names
+        for seed in seeds
+    ]
 
 
-def _print(dataset: str, summaries: Summaries, where: str) -> None:
+def _print(dataset: str, summaries: Summaries, *where: str) -> None:
     out.print(comparison(dataset, summaries))
-    for line in filter(None, (lost_rounds(summaries), where)):
+    for line in filter(None, (lost_rounds(summaries), outcome(summaries), *where)):
         out.print(line, soft_wrap=True, highlight=False)
+
+
+def _all_as_json(by_name: Runs, out_dir: Path) -> dict[str, Any]:
+    return {name: [_as_json(each, summarise(r), out_dir) for each, r in pairs] for name, pairs in by_name.items()}
 
 
 def _records_path(experiment: Experiment, out_dir: Path) -> str:

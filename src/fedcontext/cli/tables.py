@@ -69,6 +69,31 @@ def comparison(title: str, summaries: Summaries) -> Table:
     return table
 
 
+def outcome(summaries: Summaries) -> str:
+    """Return one sentence about the results: rounds to the highest accuracy level reached, and the lowest final loss.
+
+    >>> from fedcontext.results.summary import summarise
+    >>> from fedcontext.records import RoundRecord
+    >>> fast, slow = ([RoundRecord(n, 1.0, a) for n, a in enumerate(run, 1)] for run in ((0.6, 0.9), (0.1, 0.6)))
+    >>> outcome({"a": [summarise(fast)], "b": [summarise(slow)]})
+    'a reached 80 % accuracy after 2 rounds (b: not reached); the lowest final loss is 1.000, of a.'
+    """
+    losses = {label: float(np.mean([run.loss for run in runs])) for label, runs in summaries.items()}
+    lowest = min(losses, key=lambda label: losses[label] if np.isfinite(losses[label]) else np.inf)
+    end = f"the lowest final loss is {decimal(losses[lowest], 3)}, of {lowest}."
+    for level in reversed(LEVELS):
+        rounds = {label: median_rounds([run.rounds_to[level] for run in runs]) for label, runs in summaries.items()}
+        first = min(rounds, key=lambda label: rounds[label])
+        if np.isfinite(rounds[first]):
+            others = [f"{label}: {count:g}" for label, count in rounds.items() if label != first and np.isfinite(count)]
+            others += [f"{label}: not reached" for label, count in rounds.items() if not np.isfinite(count)]
+            compared = f" ({', '.join(others)})" if others else ""
+            return f"{first} reached {level:.0%} accuracy after {rounds[first]:g} rounds{compared}; {end}".replace(
+                "%", " %"
+            )
+    return f"No accuracy level was reached; {end}"
+
+
 def lost_rounds(summaries: Summaries) -> str:
     """Return a line about the rounds with too few replies, empty if there are none.
 

@@ -1,7 +1,7 @@
-"""The same rounds on a Ray cluster: devices shared out over workers, each of which was sent the data once.
+"""Rounds on a Ray cluster: the devices of a round are distributed over workers, each of which holds the data.
 
-A device's update depends on the plan alone, so results are those of one machine, whatever the number of workers and
-whichever of them are lost on the way: another takes the place of a lost one, and its devices are run again.
+A device's update depends on the plan alone, so results are those of one machine for any number of workers. A lost worker
+is replaced and its devices are run again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from fedcontext.arrays.tree import FloatArray
 from fedcontext.datasets.federated import FederatedData, check_devices, full_participation
-from fedcontext.engines.softmax import weighted_sum
+from fedcontext.engines.softmax import check_params, weighted_sum
 from fedcontext.errors import FedcontextError, require
 from fedcontext.plan import IntArray
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from fedcontext.engines.base import Work
 
 Matrix = npt.NDArray[Any]
-RETRIES = 3  # of a task whose worker was lost
+RETRIES = 3  # of devices whose worker was lost
 
 
 class SoftmaxRay:
-    """Trains on a cluster's workers, one for each of its cores; evaluates here, where the data is at hand."""
+    """Trains on the workers of a cluster, one per core, and evaluates in this process."""
 
     buffers = ()  # every parameter has a gradient
     supports_corrections = True
@@ -36,75 +36,80 @@ class SoftmaxRay:
     def __init__(self, data: FederatedData, workers: int | None = None, engine: str | None = None) -> None:
         from fedcontext.engines.base import engine_named
 
-        self.data, self.ray = data, _started()
+        self.data, self.ray = data, _connected()
         name = engine or ("numba" if find_spec("numba") else "reference")
-        self.here = engine_named(name, data)
+        self.local_engine = engine_named(name, data)
         count = workers or max(1, int(self.ray.cluster_resources().get("CPU", 1)))
-        sent = self.ray.put(data)
-        # A worker holds no core while it is idle, so that several engines can share a cluster.
-        make = self.ray.remote(scheduling_strategy="SPREAD")(_Worker)
-        self._new_worker: Callable[[], Any] = lambda: make.remote(sent, name)
+        data_reference = self.ray.put(data)
+        # An idle worker reserves no core, so that several engines can share a cluster.
+        actor = self.ray.remote(scheduling_strategy="SPREAD")(_Worker)
+        self._new_worker: Callable[[], Any] = lambda: actor.remote(data_reference, name)
         self.workers = [self._new_worker() for _ in range(count)]
 
     def initial_params(self) -> Matrix:
         """Return zeros: every class equally likely."""
-        start: Matrix = self.here.initial_params()
-        return start
+        params: Matrix = self.local_engine.initial_params()
+        return params
 
     def train(self, params: Matrix, work: Work) -> list[Matrix]:
-        """Return each device's update, from the workers."""
+        """Return each device's update: mini-batch SGD on F_k(w) + (μ/2)‖w - wᵗ‖² from ``params``."""
         work.local.check_supported("ray")
+        check_params(params, self.initial_params())
         check_devices(self.data.train, work.devices)
-        sent, cost = self.ray.put(params), work.epochs * self.data.train.sizes[work.devices]
+        reference, cost = self.ray.put(params), work.epochs * self.data.train.sizes[work.devices]
 
-        def task(worker: Any, rows: IntArray) -> Any:
-            return worker.train.remote(sent, work.rows(rows))
+        def submit(worker: Any, rows: IntArray) -> Any:
+            return worker.train.remote(reference, work.rows(rows))
 
-        return self._shared_out(task, cost)
+        return self._distribute(submit, cost)
 
     def gradients(self, params: Matrix, devices: IntArray) -> list[Matrix]:
-        """Return ∇F_k(params) of each device, from the workers."""
+        """Return ∇F_k(params) of each device."""
+        check_params(params, self.initial_params())
         check_devices(self.data.train, devices)
-        sent = self.ray.put(params)
-        return self._shared_out(
-            lambda worker, rows: worker.gradients.remote(sent, devices[rows]), self.data.train.sizes[devices]
-        )
+        reference, cost = self.ray.put(params), self.data.train.sizes[devices]
+        return self._distribute(lambda worker, rows: worker.gradients.remote(reference, devices[rows]), cost)
 
     def gradient(self, params: Matrix, devices: IntArray, weights: FloatArray) -> Matrix:
         """Return Σ weights ∇F_k(params)."""
+        check_params(params, self.initial_params())
         if not full_participation(self.data.train, devices):
             return weighted_sum(weights, self.gradients(params, devices))
-        whole: Matrix = self.here.gradient(params, devices, weights)
-        return whole
+        gradient: Matrix = self.local_engine.gradient(params, devices, weights)
+        return gradient
 
     def evaluate(self, params: Matrix) -> tuple[float, float]:
-        """Return the mean loss over all training samples and the share of all test samples classified right."""
-        return self.here.evaluate(params)
+        """Return the mean loss over all training samples and the accuracy over all test samples."""
+        return self.local_engine.evaluate(params)
 
-    def _shared_out(self, task: Callable[[Any, IntArray], Any], cost: IntArray) -> list[Matrix]:
-        """Return what the workers answer for each row; costly rows are dealt out first, lost ones dealt out again."""
-        found: dict[int, Matrix] = {}
+    def _distribute(self, submit: Callable[[Any, IntArray], Any], cost: IntArray) -> list[Matrix]:
+        """Return the workers' results for each row. Costly rows are submitted first, those of lost workers again."""
+        results: dict[int, Matrix] = {}
         for _ in range(RETRIES + 1):
-            left = np.array([row for row in np.argsort(-cost, kind="stable") if row not in found])
-            hands = [left[place :: len(self.workers)] for place in range(len(self.workers))]
-            asked = [(place, rows, task(self.workers[place], rows)) for place, rows in enumerate(hands) if len(rows)]
-            for place, rows, answer in asked:
+            remaining = np.array([row for row in np.argsort(-cost, kind="stable").tolist() if row not in results], int)
+            shares = [remaining[index :: len(self.workers)] for index in range(len(self.workers))]
+            pending = [(i, rows, submit(self.workers[i], rows)) for i, rows in enumerate(shares) if len(rows)]
+            for index, rows, reference in pending:
                 try:
-                    found |= zip(rows.tolist(), self.ray.get(answer), strict=True)
+                    results |= zip(rows.tolist(), self.ray.get(reference), strict=True)
                 except self.ray.exceptions.RayActorError:
-                    self.workers[place] = self._new_worker()
-            if len(found) == len(cost):
-                return [found[row] for row in range(len(cost))]
-        raise FedcontextError(f"a Ray worker was lost in each of {RETRIES + 1} tries at one task: see Ray's logs")
+                    self.workers[index] = self._new_worker()
+                except self.ray.exceptions.RayTaskError as error:
+                    if isinstance(error.cause, FedcontextError):
+                        raise error.cause from None  # the error itself, without Ray's traceback around it
+                    raise
+            if len(results) == len(cost):
+                return [results[row] for row in range(len(cost))]
+        raise FedcontextError(f"a Ray worker was lost in each of {RETRIES + 1} attempts at a round: see Ray's logs")
 
 
 class _Worker:
-    """An engine on a worker; the data is read where Ray keeps it, not copied."""
+    """An engine in a process of the cluster; the data stays in Ray's shared memory."""
 
     def __init__(self, data: FederatedData, engine: str) -> None:
         from fedcontext.engines.base import engine_named
 
-        os.environ["OMP_NUM_THREADS"] = "1"  # a worker for each core is threads enough
+        os.environ["OMP_NUM_THREADS"] = "1"  # there is a worker for each core
         self.engine = engine_named(engine, data)
 
     def train(self, params: Matrix, work: Work) -> list[Matrix]:
@@ -114,9 +119,10 @@ class _Worker:
         return self.engine.gradients(params, devices)
 
 
-def _started() -> Any:
+def _connected() -> Any:
     """Return Ray, connected to the cluster that RAY_ADDRESS names, or to one started on this machine."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's future default; unset, it prints a warning
     ray = require("ray", extra="ray")
     if not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")

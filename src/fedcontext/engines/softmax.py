@@ -1,4 +1,4 @@
-"""Multinomial logistic regression, the paper's model, in plain NumPy: the engine that the fast ones are tested against.
+"""Multinomial logistic regression, the paper's model, in plain NumPy: the reference for the other engines.
 
 Params are one (d + 1, C) matrix: a row of class scores per feature, and the biases in the last row.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fedcontext.engines.base import Work
 
 Matrix = npt.NDArray[Any]
-ROWS = 4096  # samples of one block in a pass over all data
+ROWS = 4096  # samples per block in a pass over all data
 
 
 def probabilities(params: Matrix, features: Features) -> Matrix:
@@ -85,7 +85,7 @@ def weighted_sum(weights: FloatArray, gradients: Sequence[Matrix]) -> Matrix:
 
 
 def check_params(params: Matrix, like: Matrix) -> None:
-    """Refuse params of another shape or type than those that an engine starts from.
+    """Raise unless params have the shape and dtype of the engine's initial params, ``like``.
 
     >>> check_params(np.zeros(3), np.zeros((2, 2), np.float32))
     Traceback (most recent call last):
@@ -98,7 +98,7 @@ def check_params(params: Matrix, like: Matrix) -> None:
 
 
 class SoftmaxReference:
-    """One device after another, one mini-batch after another, as the formulas say it."""
+    """Trains one device after another, one mini-batch after another, as in the formulas."""
 
     buffers = ()  # every parameter has a gradient
     supports_corrections = True
@@ -125,16 +125,16 @@ class SoftmaxReference:
         device, epochs, local = int(work.devices[row]), int(work.epochs[row]), work.local
         features, labels = self.train_split.device(device)
         correction = None if work.corrections is None else work.corrections[row][""]
-        own = params.copy()
+        trained = params.copy()
         for batch in batches(work.seed, work.number, device, len(labels), epochs, local.batch_size):
-            slope = gradient(own, features[batch], labels[batch])
+            slope = gradient(trained, features[batch], labels[batch])
             if local.mu:
-                slope += local.mu * (own - params)
+                slope += local.mu * (trained - params)
             if correction is not None:
                 slope += correction
-            own -= local.learning_rate * slope
-        own -= params
-        return own
+            trained -= local.learning_rate * slope
+        trained -= params
+        return trained
 
     def gradients(self, params: Matrix, devices: IntArray) -> list[Matrix]:
         """Return ∇F_k(params) of each device."""
@@ -143,28 +143,28 @@ class SoftmaxReference:
         return [gradient(params, *self.train_split.device(int(device))) for device in devices]
 
     def gradient(self, params: Matrix, devices: IntArray, weights: FloatArray) -> Matrix:
-        """Return Σ weights ∇F_k(params): one pass over the data where everyone is asked, device by device else."""
+        """Return Σ weights ∇F_k(params): one pass over the data for all devices, device by device for fewer."""
         check_params(params, self.initial_params())
         if not full_participation(self.train_split, devices):
             return weighted_sum(weights, self.gradients(params, devices))
         train, total = self.train_split.evaluation, np.zeros(params.shape)
-        each = np.repeat(weights / train.sizes, train.sizes).astype(self.dtype)
+        sample_weights = np.repeat(weights / train.sizes, train.sizes).astype(self.dtype)
         for rows in _blocks(train):
-            total += gradient(params, train.features[rows], train.labels[rows], each[rows])
+            total += gradient(params, train.features[rows], train.labels[rows], sample_weights[rows])
         return total.astype(self.dtype)
 
     def evaluate(self, params: Matrix) -> tuple[float, float]:
-        """Return the mean loss over all training samples and the share of all test samples classified right."""
+        """Return the mean loss over all training samples and the accuracy over all test samples."""
         check_params(params, self.initial_params())
         train, test = self.train_split.evaluation, self.test_split
         loss = sum(float(losses(params, train.features[b], train.labels[b]).sum(dtype=float)) for b in _blocks(train))
-        right = sum(int((_guess(params, test.features[b]) == test.labels[b]).sum()) for b in _blocks(test))
-        return loss / len(train.labels), right / max(1, len(test.labels))
+        correct = sum(int((_predicted(params, test.features[b]) == test.labels[b]).sum()) for b in _blocks(test))
+        return loss / len(train.labels), correct / max(1, len(test.labels))
 
 
-def _guess(params: Matrix, features: Features) -> IntArray:
-    guesses: IntArray = (features @ params[:-1] + params[-1]).argmax(axis=1)
-    return guesses
+def _predicted(params: Matrix, features: Features) -> IntArray:
+    classes: IntArray = (features @ params[:-1] + params[-1]).argmax(axis=1)
+    return classes
 
 
 def _blocks(split: Split) -> Iterator[slice]:

@@ -6,5 +6,6 @@ require("flwr.serverapp", extra="flower")
 
 from fedcontext.flower.client import numpy_client, torch_client  # noqa: E402
 from fedcontext.flower.strategy import ContextualStrategy, contextual_fedavg  # noqa: E402
+from fedcontext.flower.strategy import fedavg as FedAvg  # noqa: E402
 
-__all__ = ["ContextualStrategy", "contextual_fedavg", "numpy_client", "torch_client"]
+__all__ = ["ContextualStrategy", "FedAvg", "contextual_fedavg", "numpy_client", "torch_client"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -10,10 +10,15 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedcontext.errors import FedcontextError, require
+from fedcontext.flower.coding import Code, add_vector
 from fedcontext.flower.protocol import (
     ARRAYS,
+    DIFFERENCE,
+    DIFFERENCE_CODE,
     GRADIENT,
+    GRADIENT_CODE,
     IDENTITY,
+    PREVIOUS,
     QUERY_GRADIENT,
     QUERY_WHOAMI,
     REQUEST,
@@ -27,6 +32,7 @@ from fedcontext.flower.protocol import (
 )
 
 Gradient: TypeAlias = Callable[[Arrays, Context], tuple[Mapping[str, Any], int]]
+Gradients: TypeAlias = Callable[[Sequence[Arrays], Context], tuple[list[Mapping[str, Any]], int]]  # at several params
 Train: TypeAlias = Callable[[Arrays, dict[str, Any], Context], tuple[Mapping[str, Any], int]]
 Evaluate: TypeAlias = Callable[[Arrays, Context], Mapping[str, float]]
 
@@ -41,7 +47,8 @@ def torch_client(
     """Return ``app`` extended for `ContextualStrategy`: it replies to `query.gradient`, and to `train` with the update.
 
     The gradient is that of the mean loss over all batches, at the model that the server sent, in evaluation mode:
-    without dropout, and with BatchNorm's running statistics.
+    without dropout, and with BatchNorm's running statistics. If the server sent the previous model too, the reply has
+    the difference to the gradient there, on the same batches.
 
     Args:
         app: the client app; its `train` returns the new weights, as in Flower's examples.
@@ -53,19 +60,22 @@ def torch_client(
     torch = require("torch", extra="torch")
     mean_loss = loss or torch.nn.functional.cross_entropy
 
-    def gradient(params: Arrays, context: Context) -> tuple[Mapping[str, Any], int]:
+    def gradients(several: Sequence[Arrays], context: Context) -> tuple[list[Mapping[str, Any]], int]:
+        models, samples = [loaded(params) for params in several], 0
+        for batch in batches(context):  # read once: all gradients are of the same data, even if it is augmented
+            inputs, labels = (part.to(device) for part in _inputs_and_labels(batch))
+            for model in models:
+                (mean_loss(model(inputs), labels) * len(labels)).backward()
+            samples += len(labels)
+        return [_mean_gradient(model, samples) for model in models], samples
+
+    def loaded(params: Arrays) -> Any:
         model = module().to(device).eval()
         model.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in params.items()})
         model.zero_grad()
-        samples = 0
-        for batch in batches(context):
-            inputs, labels = (part.to(device) for part in _inputs_and_labels(batch))
-            (mean_loss(model(inputs), labels) * len(labels)).backward()
-            samples += len(labels)
-        grads = {name: param.grad for name, param in model.named_parameters(remove_duplicate=False)}
-        return {k: (grad / max(samples, 1)).cpu().numpy() for k, grad in grads.items() if grad is not None}, samples
+        return model
 
-    return GradientApp(app, gradient)
+    return GradientApp(app, gradients)
 
 
 def numpy_client(train: Train, gradient: Gradient, evaluate: Evaluate | None = None) -> ClientApp:
@@ -94,15 +104,19 @@ def numpy_client(train: Train, gradient: Gradient, evaluate: Evaluate | None = N
             metrics: dict[str, Any] = {name: _number(v) for name, v in evaluate(_model(message), context).items()}
             return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
 
-    return GradientApp(app, gradient)
+    def gradients(several: Sequence[Arrays], context: Context) -> tuple[list[Mapping[str, Any]], int]:
+        results = [gradient(params, context) for params in several]
+        return [result for result, _ in results], results[0][1]
+
+    return GradientApp(app, gradients)
 
 
 class GradientApp(ClientApp):
-    """A client app around another: it adds updates and gradients where `ContextualStrategy` requests them."""
+    """A client app around another: it adds updates, gradients and differences where `ContextualStrategy` requests them."""
 
-    def __init__(self, app: ClientApp, gradient: Gradient) -> None:
+    def __init__(self, app: ClientApp, gradients: Gradients) -> None:
         super().__init__()
-        self.app, self.gradient = app, gradient
+        self.app, self.gradients = app, gradients
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Return the reply to one message."""
@@ -110,16 +124,39 @@ class GradientApp(ClientApp):
         if kind == QUERY_WHOAMI:
             identity: dict[str, Any] = {"partition-id": int(context.node_config.get("partition-id", -1))}
             return Message(RecordDict({IDENTITY: ConfigRecord(identity)}), reply_to=message)
+        if kind not in (TRAIN, QUERY_GRADIENT):
+            return self.app(message, context)
+        config = config_of(message.content)
+        request = str(config.get(REQUEST, "")).split()
+        previous = _previous(message.content)  # removed: the wrapped app expects one model
+        params = _model(message) if request or kind == QUERY_GRADIENT else {}
         if kind == QUERY_GRADIENT:
-            return _reply(message, GRADIENT, *self.gradient(_model(message), context))
-        request = str(config_of(message.content).get(REQUEST, "")).split() if kind == TRAIN else []
-        params = _model(message) if request else {}
+            reply = Message(RecordDict(), reply_to=message)
+            samples = self._add_gradients(reply.content, params, previous, config, context)
+            reply.content["metrics"] = MetricRecord({SAMPLES: int(samples)})
+            return reply
         reply = self.app(message, context)
         if UPDATE in request and reply.has_content():
             _replace_weights_by_update(reply.content, params)
         if GRADIENT in request and reply.has_content():
-            reply.content[GRADIENT] = record_of(self.gradient(params, context)[0])
+            self._add_gradients(reply.content, params, previous, config, context)
         return reply
+
+    def _add_gradients(
+        self, content: RecordDict, params: Arrays, previous: Arrays | None, config: dict[str, Any], context: Context
+    ) -> int:
+        """Add the gradient to a reply, and its difference to the one at the previous params; return the samples."""
+        (gradient, *before), samples = self.gradients([params] if previous is None else [params, previous], context)
+        add_vector(content, GRADIENT, gradient, params, Code.of(config.get(GRADIENT_CODE)))
+        for old in before:
+            difference = {name: np.subtract(array, old[name]) for name, array in gradient.items()}
+            add_vector(content, DIFFERENCE, difference, params, Code.of(config.get(DIFFERENCE_CODE)))
+        return samples
+
+
+def _mean_gradient(model: Any, samples: int) -> dict[str, Any]:
+    grads = {name: param.grad for name, param in model.named_parameters(remove_duplicate=False)}
+    return {name: (grad / max(samples, 1)).cpu().numpy() for name, grad in grads.items() if grad is not None}
 
 
 def _inputs_and_labels(batch: Any) -> tuple[Any, Any]:
@@ -137,6 +174,15 @@ def _replace_weights_by_update(content: RecordDict, params: Arrays) -> None:
             content[UPDATE] = record_of({name: np.subtract(new[name], old) for name, old in params.items()})
             del content[key]
             return
+
+
+def _previous(content: RecordDict) -> Arrays | None:
+    """Remove the previous params from a message, and return them."""
+    if PREVIOUS not in content.array_records:
+        return None
+    previous = arrays_of(content.array_records[PREVIOUS])
+    del content[PREVIOUS]
+    return previous
 
 
 def _model(message: Message) -> Arrays:

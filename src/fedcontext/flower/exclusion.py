@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, Literal
 
 import numpy as np
 from flwr.app import Message, RecordDict
@@ -17,7 +18,8 @@ from fedcontext.errors import FedcontextError
 from fedcontext.flower.messages import Reply
 from fedcontext.flower.protocol import Arrays, printable
 from fedcontext.geometry import Report, measure
-from fedcontext.rules import Rule, State
+from fedcontext.rules import AnyRule, State, SumRule
+from fedcontext.server import ServerOptimizer, except_buffers
 from fedcontext.validation import select_leaves, validate
 
 
@@ -32,59 +34,108 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Carried:
+    """What the server carries from one aggregation to the next, beside the params."""
+
+    rule: State = None
+    previous: Arrays | None = None  # the params before the last aggregation, where the rule needs differences
+    server: Any = None  # state of the server optimiser
+
+
+@dataclass(frozen=True)
 class Outcome:
     """The aggregation of one round."""
 
-    rule: Rule
+    rule: AnyRule
     aggregation: Aggregation | None  # None: the round is lost and the model unchanged
     devices: list[int]  # whose updates were applied, in the order of the weights
     replies: Sequence[Reply]  # that were used, in the order of the tasks
     excluded: dict[int, str]  # device: reason
+    carried: Carried  # after the round; as before it if the round is lost
     reason: str = ""  # why the round is lost
     bytes_down: int = 0  # of arrays sent
     bytes_up: int = 0  # of arrays received
 
 
+@dataclass(frozen=True)
+class Aggregator:
+    """How the server aggregates: the rule, its settings, and what may follow it."""
+
+    rule: AnyRule
+    settings: Settings
+    server: ServerOptimizer | None = None  # acts on the rule's step
+    population: int | None = None  # number of devices, where known
+
+
 def aggregate_usable(
-    params: Arrays, replies: Sequence[Reply], excluded: dict[int, str], rule: Rule, state: State, settings: Settings
+    params: Arrays, replies: Sequence[Reply], excluded: dict[int, str], aggregator: Aggregator, carried: Carried
 ) -> Outcome:
     """Return the aggregation of the usable ``replies``, with the unusable ones added to those ``excluded`` before.
 
     All replies are aggregated at once; only if that fails is each of them checked alone.
     """
+    rule, settings = aggregator.rule, aggregator.settings
     buffers = select_leaves("buffers", settings.buffers, params) | _leaves_without_gradient(params, replies)
     try:
-        aggregation = _aggregate(params, replies, rule, state, settings, buffers)
+        aggregation, after = _aggregate(params, replies, aggregator, carried, buffers)
         devices = [reply.task.device for reply in replies if reply.task.group == "cohort"]
-        return Outcome(rule, aggregation, devices, replies, excluded)
+        return Outcome(rule, aggregation, devices, replies, excluded, after)
     except (FedcontextError, np.linalg.LinAlgError) as error:
-        defects = {reply.task.device: _defect(params, reply, buffers, settings.layers) for reply in replies}
+        layers = None if isinstance(rule, SumRule) else settings.layers
+        defects = {reply.task.device: _defect(params, reply, buffers, layers) for reply in replies}
         unusable = {device: defect for device, defect in defects.items() if defect}
         if not unusable:
-            return Outcome(rule, None, [], replies, excluded, str(error))
+            return Outcome(rule, None, [], replies, excluded, carried, str(error))
     usable = [reply for reply in replies if reply.task.device not in unusable]
-    return aggregate_usable(params, usable, {**excluded, **unusable}, rule, state, settings)
+    return aggregate_usable(params, usable, {**excluded, **unusable}, aggregator, carried)
 
 
 def _aggregate(
-    params: Arrays, replies: Sequence[Reply], rule: Rule, state: State, settings: Settings, buffers: set[str]
-) -> Aggregation:
+    params: Arrays, replies: Sequence[Reply], aggregator: Aggregator, carried: Carried, buffers: set[str]
+) -> tuple[Aggregation, Carried]:
+    rule, settings = aggregator.rule, aggregator.settings
+    report = _report(replies, rule, settings, aggregator.population)
+    aggregation = aggregate(
+        params, report, rule=rule, layers=settings.layers, buffers=sorted(buffers), state=carried.rule
+    )
+    server = None
+    if aggregator.server:
+        optimizer = except_buffers(aggregator.server, buffers)
+        aggregation, server = _server_step(params, aggregation, optimizer, carried.server, buffers)
+    previous = params if "differences" in rule.needs else None
+    return aggregation, Carried(aggregation.state, previous, server)
+
+
+def _report(replies: Sequence[Reply], rule: AnyRule, settings: Settings, population: int | None) -> Report:
     cohort = [reply for reply in replies if reply.task.group == "cohort"]
     probes = [reply for reply in replies if reply.task.probe]
     if len(cohort) < settings.min_replies:
         raise FedcontextError(f"at least {settings.min_replies} usable updates are needed, got {len(cohort)}")
     if "gradient" in rule.needs and not probes:
         raise FedcontextError("no usable gradient from the probes")
-    by_samples = probes and settings.probe_averaging == "samples"
-    report = Report(
+    cohort_probes = "gradient" in rule.needs and probes == cohort
+    return Report(
         updates={reply.task.device: reply.update for reply in cohort},
         samples=[reply.samples for reply in cohort],
-        gradients={reply.task.device: reply.gradient for reply in probes} or None,
-        probe_weights=[reply.samples for reply in probes] if by_samples else None,
-        own_gradients=[reply.gradient for reply in cohort] if "own gradients" in rule.needs else None,
+        gradients=None if cohort_probes else {reply.task.device: reply.gradient for reply in probes} or None,
+        probe_weights=[reply.samples for reply in probes] if probes and settings.probe_averaging == "samples" else None,
+        own_gradients=[r.gradient for r in cohort] if cohort_probes or "own gradients" in rule.needs else None,
         pool={reply.task.device: reply.update for reply in replies if reply.task.group == "pool"},
+        differences=[reply.difference for reply in probes if reply.difference is not None] or None,
+        population=population,
     )
-    return aggregate(params, report, rule=rule, layers=settings.layers, buffers=sorted(buffers), state=state)
+
+
+def _server_step(
+    params: Arrays, aggregation: Aggregation, optimizer: ServerOptimizer, state: Any, buffers: set[str]
+) -> tuple[Aggregation, Any]:
+    """Return the aggregation with the optimiser's step in place of the rule's, and the optimiser's next state."""
+    step, state = optimizer.update(aggregation.step, optimizer.init(params) if state is None else state, params)
+    trained = {name for name, array in params.items() if name not in buffers and array.dtype.kind == "f"}
+    new = {name: array + step[name] if name in trained else aggregation.params[name] for name, array in params.items()}
+    if bad := [name for name in new if not all_finite(new[name])]:
+        raise FedcontextError(f"the step of {optimizer.name} overflows {', '.join(bad)}: decrease its learning rate")
+    return replace(aggregation, params=new, promised_change=math.nan, geometry=None), state
 
 
 def _leaves_without_gradient(params: Arrays, replies: Sequence[Reply]) -> set[str]:
@@ -102,13 +153,17 @@ def _defect(params: Arrays, reply: Reply, buffers: set[str], layers: Sequence[st
     measured = (set(params) if layers is None else select_leaves("layers", layers, params)) - buffers
     measured = {name for name in measured if params[name].dtype.kind == "f"}
     update = reply.update if reply.update is not None else params
-    report = Report([update], own_gradients=None if reply.gradient is None else [reply.gradient])
+    report = Report(
+        [update],
+        own_gradients=None if reply.gradient is None else [reply.gradient],
+        differences=None if reply.difference is None else [reply.difference],
+    )
     try:
         vectors = validate(report, params, measured)
     except FedcontextError as error:
-        reason = str(error).replace("own gradient of device 0: ", "gradient: ").replace("device 0: ", "update: ")
-        return printable(reason)
-    for what, arrays in (("update", reply.update), ("gradient", reply.gradient)):
+        names = {"own gradient of device": "gradient", "difference of probe": "difference", "device": "update"}
+        return printable(reduce(lambda text, name: text.replace(f"{name} 0: ", f"{names[name]}: "), names, str(error)))
+    for what, arrays in (("update", reply.update), ("gradient", reply.gradient), ("difference", reply.difference)):
         for name in sorted(measured):
             if arrays is not None and not all_finite(arrays[name]):
                 return f"{what}: {leaf_name(name)} has NaN or infinite entries"

@@ -10,9 +10,14 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
 from fedcontext.errors import FedcontextError
+from fedcontext.flower.coding import RoundCodes, read_vector
 from fedcontext.flower.protocol import (
+    DIFFERENCE,
+    DIFFERENCE_CODE,
     EPOCHS,
     GRADIENT,
+    GRADIENT_CODE,
+    PREVIOUS,
     QUERY_GRADIENT,
     REQUEST,
     SAMPLES,
@@ -29,6 +34,7 @@ from fedcontext.rules import Need
 
 Pool: TypeAlias = int | Literal["all"]
 MAX_SAMPLES = 2**53  # larger counts are not exact in float64, and their sums may overflow
+HELPERS = "the client app must be made with fedcontext.flower.torch_client or numpy_client"
 NODE_UNAVAILABLE = 5  # Flower's error code for a node that stopped sending heartbeats
 
 
@@ -50,6 +56,7 @@ class Reply:
     task: Task
     update: Arrays | None  # None: it did not train
     gradient: Arrays | None  # None: not asked for
+    difference: Arrays | None  # None: not asked for
     samples: float
     content: RecordDict
 
@@ -103,14 +110,28 @@ def _plan(
     )
 
 
-def message_for(task: Task, template: RecordDict, node: int, ttl: float | None) -> Message:
+@dataclass(frozen=True)
+class Extras:
+    """What the messages of a round contain beyond the wrapped strategy's content."""
+
+    codes: RoundCodes  # of gradients and differences
+    previous: ArrayRecord | None = None  # where differences are requested: the params before the last aggregation
+
+
+def message_for(task: Task, template: RecordDict, node: int, ttl: float | None, extras: Extras) -> Message:
     """Return the message for a task: the wrapped strategy's content, with our request added to its config."""
-    request = [UPDATE] * (task.group is not None) + [GRADIENT] * task.gradient
-    extra: dict[str, Any] = {REQUEST: " ".join(request), **({EPOCHS: task.epochs} if task.epochs else {})}
+    difference = task.probe and extras.previous is not None
+    request = [UPDATE] * (task.group is not None) + [GRADIENT] * task.gradient + [DIFFERENCE] * difference
+    codes = extras.codes.codes(task.device)
+    keys = ((GRADIENT, GRADIENT_CODE), (DIFFERENCE, DIFFERENCE_CODE))
+    added: dict[str, Any] = {REQUEST: " ".join(request), **({EPOCHS: task.epochs} if task.epochs else {})}
+    added |= {key: [code.bits, *code.key] for name, key in keys if name in request and (code := codes[name])}
     configs = template.config_records or {"config": ConfigRecord()}
     content = RecordDict({**template.array_records})
+    if difference and extras.previous is not None:
+        content[PREVIOUS] = extras.previous
     for key, config in configs.items():
-        content[key] = ConfigRecord({**config, **extra})
+        content[key] = ConfigRecord({**config, **added})
     return Message(content, node, TRAIN if task.group else QUERY_GRADIENT, ttl=ttl)
 
 
@@ -118,6 +139,7 @@ def parse_replies(
     sent: Mapping[str, Task],
     replies: Iterable[Message],
     params: Arrays,
+    extras: Extras,
     device_of: Callable[[int], int | None],
     samples_key: str = SAMPLES,
 ) -> tuple[list[Reply], dict[int, str]]:
@@ -135,35 +157,39 @@ def parse_replies(
     for identity, task in sent.items():
         excluded.pop(task.device, None)
         try:
-            parsed.append(_parse(task, received[identity], params, samples_key))
+            parsed.append(_parse(task, received[identity], params, extras, samples_key))
         except FedcontextError as error:
             excluded[task.device] = str(error)
     return parsed, excluded
 
 
-def _parse(task: Task, replies: Sequence[Message], params: Arrays, samples_key: str) -> Reply:
+def _parse(task: Task, replies: Sequence[Message], params: Arrays, extras: Extras, samples_key: str) -> Reply:
     if len(replies) != 1:
         raise FedcontextError("more than one reply" if replies else "no reply before the timeout")
     if replies[0].has_error():
-        raise FedcontextError(_reason(replies[0].error))
-    content = replies[0].content
+        raise FedcontextError(_reason(replies[0].error, task))
+    content, codes = replies[0].content, extras.codes.codes(task.device)
     update = _update(content, params) if task.group else None
-    gradient = arrays_of(content.array_records[GRADIENT]) if GRADIENT in content.array_records else None
+    gradient = read_vector(content, GRADIENT, params, codes[GRADIENT]) if task.gradient else None
+    probes_again = task.probe and extras.previous is not None
+    difference = read_vector(content, DIFFERENCE, params, codes[DIFFERENCE]) if probes_again else None
     if task.group and update is None:
         raise FedcontextError("gradient but no update" if gradient else "no update")
     if task.gradient and gradient is None:
-        raise FedcontextError("update but no gradient" if update else "no gradient")
+        raise FedcontextError(f"{'update but ' if update else ''}no gradient: {HELPERS}")
+    if probes_again and difference is None:
+        raise FedcontextError(f"no gradient difference: {HELPERS} of this version")
     samples = metric(content, samples_key, SAMPLES)
     if not 0 < samples <= MAX_SAMPLES:
         raise FedcontextError(f"{samples_key} must be between 1 and 2**53, got {samples:g}")
-    return Reply(task, update, gradient if task.gradient else None, samples, content)
+    return Reply(task, update, gradient, difference, samples, content)
 
 
 def _update(content: RecordDict, params: Arrays) -> Arrays | None:
     """Return the update, or what a stock client's new weights amount to: new - old."""
     if UPDATE in content.array_records:
         return arrays_of(content.array_records[UPDATE])
-    weights = [record for key, record in content.array_records.items() if key != GRADIENT]
+    weights = [record for key, record in content.array_records.items() if key not in (GRADIENT, DIFFERENCE)]
     return _difference(weights[0], params) if weights else None
 
 
@@ -178,8 +204,10 @@ def _difference(weights: ArrayRecord, params: Arrays) -> Arrays:
     return update
 
 
-def _reason(error: Error) -> str:
+def _reason(error: Error, task: Task) -> str:
     if error.code == NODE_UNAVAILABLE:
         return "node unavailable"
     lines = [line.strip() for line in (error.reason or "").splitlines() if line.strip()]
+    if task.group is None and "No query function registered" in (error.reason or ""):  # what a stock ClientApp raises
+        return f"no gradient: {HELPERS}"
     return f"failed with code {error.code}" + (f": {printable(lines[-1])}" if lines else "")

@@ -22,10 +22,15 @@ QUERY_WHOAMI = "query.whoami"
 # record names
 ARRAYS = "arrays"
 UPDATE = "fedcontext.update"
+PREVIOUS = "fedcontext.previous"  # the params before the last aggregation, sent where a difference is requested
 GRADIENT = "fedcontext.gradient"
+DIFFERENCE = "fedcontext.difference"  # gradient at the params minus gradient at the previous params
+LEAVES = "fedcontext.leaves"  # ConfigRecord with the names of the leaves in a coded gradient
 IDENTITY = "fedcontext.identity"  # ConfigRecord with the node's partition-id
 # keys of a message's config
 REQUEST = "fedcontext.request"  # space-separated names of the records that the server wants
+GRADIENT_CODE = "fedcontext.gradient-code"  # bits and key of the few-bit code; absent: float32
+DIFFERENCE_CODE = "fedcontext.difference-code"
 EPOCHS = "local-epochs"  # set if the strategy draws the epochs
 # keys of a reply's metrics
 SAMPLES = "num-examples"

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,9 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedcontext import checkpoint, records
 from fedcontext.errors import FedcontextError
-from fedcontext.flower.exclusion import Outcome
+from fedcontext.flower.exclusion import Carried, Outcome
 from fedcontext.flower.protocol import Arrays, metric
 from fedcontext.records import RoundRecord
-from fedcontext.rules import State
 
 log = logging.getLogger("flwr")
 LOSS = ("loss", "eval_loss", "eval-loss")  # names that apps use
@@ -32,7 +31,7 @@ class RunState:
 
     number: int  # of completed rounds
     params: Arrays
-    rule: State = None
+    carried: Carried = field(default_factory=Carried)
     loss: float | None = None  # at params, if known
     lost: int = 0  # consecutive lost rounds
 
@@ -77,7 +76,7 @@ class RunLog:
         if self._records:
             records.truncate_run(self._records, number)
         log.info("Resuming after round %d from %s", number, path)
-        return RunState(number, saved.params, saved.rule, loss, lost)
+        return RunState(number, saved.params, Carried(**saved.rule), loss, lost)
 
     def write(self, state: RunState, record: RoundRecord | None) -> None:
         """Write a round's record, then its checkpoint: after a crash between the two the round is repeated."""
@@ -86,7 +85,7 @@ class RunLog:
                 list(records.stream_records(self._manifest, [record], file))
         if self._checkpoint:
             facts = {**self._identity, "number": state.number, "lost": state.lost, "loss": state.loss}
-            checkpoint.save(self._checkpoint, state.params, state.rule, facts, after=self._records)
+            checkpoint.save(self._checkpoint, state.params, vars(state.carried), facts, after=self._records)
 
 
 def round_record(

@@ -13,18 +13,24 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result, Strategy
 
+from fedcontext import server as optimizers
 from fedcontext.arrays.tree import all_finite
+from fedcontext.codec import Codec
 from fedcontext.errors import FedcontextError, positive
-from fedcontext.flower.exclusion import Outcome, Settings, aggregate_usable, usable_evaluations
-from fedcontext.flower.messages import Pool, Task, message_for, parse_replies, plan_tasks
+from fedcontext.flower.coding import PLAIN, RoundCodes
+from fedcontext.flower.exclusion import Aggregator, Carried, Outcome, Settings, aggregate_usable, usable_evaluations
+from fedcontext.flower.messages import Extras, Pool, Task, message_for, parse_replies, plan_tasks
 from fedcontext.flower.protocol import Arrays, array_bytes, arrays_of, record_of
 from fedcontext.flower.roster import Roster, snapshot, wait_for_nodes
 from fedcontext.flower.run_log import RunLog, RunState, loss_and_accuracy, round_metrics, round_record
+from fedcontext.memory import contextual_memory
 from fedcontext.plan import Probes
-from fedcontext.rules import Rule, State, contextual
+from fedcontext.rules import AnyRule, Rule, SumRule, contextual
+from fedcontext.server import ServerOptimizer
 
 log = logging.getLogger("flwr")
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+DEFAULT_PROBES = 20
 
 
 class ContextualStrategy(Strategy):
@@ -36,15 +42,19 @@ class ContextualStrategy(Strategy):
 
     Args:
         inner: the strategy to wrap: `FedAvg`, `FedProx`, or a subclass that keeps FedAvg's ``aggregate_train``.
-        rule: the aggregation rule; by default `contextual` with smoothness 1 / ``lr`` of the train config.
+        rule: the aggregation rule, or a function of the train config that returns one; `contextual_memory` by default.
         probes: the devices whose gradients estimate the global one: "cohort", "all", or a number of devices that are
-            drawn independently of the cohort.
+            drawn independently of the cohort. None is "cohort"; for a rule with memory it is 20 devices, or all of them
+            if there are fewer, except in rounds in which all connected nodes train.
         seed: decides which devices train and probe, and their epochs.
         epochs: range from which each device's ``local-epochs`` is drawn and put into its config; None leaves it unset.
         pool: number of further devices that train and inform `expected_contextual`, or "all".
         probe_averaging: whether the probes' gradients are weighted by "samples" or equally ("mean").
         layers: leaves that enter the geometry; all by default.
         buffers: leaves that are averaged instead of weighted, besides those that most gradients lack.
+        gradient_bits: bits an entry of the gradients and of their differences, 1 to 8, or 32 for float32. None is
+            float32; for a rule with memory it is (2, 1), or (4, 2) where the cohort itself probes.
+        server: an optimiser of `fedcontext.server` that acts on the step of a rule without memory, such as ``fedadam()``.
         min_replies: with fewer usable updates the round is lost: the model stays unchanged.
         max_lost: number of consecutive lost rounds that ends the run.
         node_timeout: seconds to wait for enough nodes to connect.
@@ -56,8 +66,8 @@ class ContextualStrategy(Strategy):
     def __init__(
         self,
         inner: Strategy,
-        rule: Rule | None = None,
-        probes: Probes = "cohort",
+        rule: AnyRule | Callable[[ConfigRecord], AnyRule] | None = None,
+        probes: Probes | None = None,
         *,
         seed: int = 0,
         epochs: tuple[int, int] | None = None,
@@ -65,6 +75,8 @@ class ContextualStrategy(Strategy):
         probe_averaging: Literal["samples", "mean"] = "samples",
         layers: Sequence[str | int] | None = None,
         buffers: Sequence[str | int] = (),
+        gradient_bits: tuple[int, int] | None = None,
+        server: ServerOptimizer | None = None,
         min_replies: int = 1,
         max_lost: int = 3,
         node_timeout: float = 300,
@@ -72,11 +84,13 @@ class ContextualStrategy(Strategy):
         checkpoint: str | Path | None = None,
         name: str = "federation",
     ) -> None:
-        if probes not in ("cohort", "all") and not (isinstance(probes, int) and probes > 0):
+        if probes not in (None, "cohort", "all") and not (isinstance(probes, int) and probes > 0):
             raise FedcontextError(f"probes must be 'cohort', 'all' or a positive number of devices, got {probes!r}")
         if min_replies < 1 or max_lost < 1:
             raise FedcontextError(f"min_replies and max_lost must be at least 1, got {min_replies} and {max_lost}")
-        self.inner, self.rule, self.probes, self.seed = _checked(inner), rule, probes, seed
+        self.inner, self.probes, self.seed = _checked(inner), probes, seed
+        self.rule = contextual_memory() if rule is None else rule
+        self.gradient_bits, self.server = _checked_bits(gradient_bits), server
         self.epochs, self.pool, self.name, self.max_lost = epochs, pool, name, max_lost
         self.settings = Settings(min_replies, probe_averaging, layers, buffers)
         self.node_timeout = positive("node_timeout", node_timeout)
@@ -85,12 +99,12 @@ class ContextualStrategy(Strategy):
         self._timeout: float | None = None
         self._round: _Round | None = None
         self._outcome: Outcome | None = None
-        self._rule_state: State = None
+        self._carried = Carried()
 
     def summary(self) -> None:
         """Log the settings of this strategy and of the wrapped one."""
-        rule = self.rule.name if self.rule else "contextual, smoothness 1/lr"
-        log.info("\t├──> fedcontext: rule %s, probes %s, seed %d", rule, self.probes, self.seed)
+        rule = self.rule.name if isinstance(self.rule, Rule | SumRule) else "chosen by the train config"
+        log.info("\t├──> fedcontext: rule %s, probes %s, seed %d", rule, self.probes or "default", self.seed)
         self.inner.summary()
 
     def configure_train(
@@ -109,15 +123,19 @@ class ContextualStrategy(Strategy):
         node_of = self._roster.devices(grid, nodes, min(self.node_timeout, self._timeout or self.node_timeout))
         if not node_of:
             return []
-        cohort = min(len(sampled), len(node_of))
-        tasks = plan_tasks(
-            self.seed, server_round, list(node_of), cohort, rule.needs, self.probes, self.pool, self.epochs
-        )
+        devices, cohort = list(node_of), min(len(sampled), len(node_of))
+        chosen = self._probes_of(rule, cohort, len(devices))
+        tasks = plan_tasks(self.seed, server_round, devices, cohort, rule.needs, chosen, self.pool, self.epochs)
         log.info("configure_train: %s nodes report gradients", sum(task.gradient for task in tasks))
+        previous = None if self._carried.previous is None else record_of(self._carried.previous)
+        extras = Extras(RoundCodes(self._bits_of(rule, chosen), self.seed, server_round), previous)
         template = sampled[0].content
-        sent = [(task, message_for(task, template, node_of[task.device], self._timeout)) for task in tasks]
-        self._round = replace(self._round, sent=sent)
-        return [message for _, message in sent]
+        sent = [(task, message_for(task, template, node_of[task.device], self._timeout, extras)) for task in tasks]
+        messages = [message for _, message in sent]
+        self._round = replace(
+            self._round, sent=sent, extras=extras, population=len(devices), bytes_down=array_bytes(messages)
+        )
+        return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -135,23 +153,30 @@ class ContextualStrategy(Strategy):
         outcome = self._aggregate(current, list(replies))
         for device, reason in sorted(outcome.excluded.items()):
             log.warning("\t> Excluded device %d: %s", device, reason)
-        self._outcome, aggregation = replace(outcome, replies=()), outcome.aggregation  # frees the updates
+        metrics, aggregation = round_metrics(outcome, self.inner), outcome.aggregation
+        kept = aggregation and replace(aggregation, make_step=_no_step)
+        self._outcome = replace(outcome, replies=(), aggregation=kept)  # frees the updates
         if aggregation is None:
             log.warning("\t> Round %d is lost, the model is unchanged: %s", server_round, outcome.reason)
         else:
-            self._rule_state = aggregation.state
-        return (record_of(aggregation.params) if aggregation else None), round_metrics(outcome, self.inner)
+            self._carried = outcome.carried
+            log.debug("\t> Rule %s: %s", outcome.rule.name, aggregation.info)
+        return (record_of(aggregation.params) if aggregation else None), metrics
 
     def _aggregate(self, current: _Round, replies: list[Message]) -> Outcome:
         failures = sum(reply.has_error() for reply in replies)
         log.info("aggregate_train: Received %s results and %s failures", len(replies) - failures, failures)
-        down, up = array_bytes(message for _, message in current.sent), array_bytes(replies)
         sent = {message.metadata.message_id: task for task, message in current.sent}
-        key = self.inner.weighted_by_key
-        parsed, excluded = parse_replies(sent, replies, current.params, self._roster.device_of, key)
-        assert self.rule is not None  # configure_train resolved it
-        outcome = aggregate_usable(current.params, parsed, excluded, self.rule, self._rule_state, self.settings)
-        return replace(outcome, bytes_down=down, bytes_up=up)
+        device_of, key = self._roster.device_of, self.inner.weighted_by_key
+        size = array_bytes(replies)
+        extras = current.extras or Extras(
+            RoundCodes((PLAIN, PLAIN), self.seed, current.number)
+        )  # where nobody was asked
+        parsed, excluded = parse_replies(sent, replies, current.params, extras, device_of, key)
+        assert isinstance(self.rule, Rule | SumRule)  # configure_train resolved it
+        aggregator = Aggregator(self.rule, self.settings, self.server, current.population)
+        outcome = aggregate_usable(current.params, parsed, excluded, aggregator, self._carried)
+        return replace(outcome, bytes_down=current.bytes_down, bytes_up=size)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -190,7 +215,7 @@ class ContextualStrategy(Strategy):
         log.info("\t├── Number of rounds: %d", num_rounds)
         self.summary()
         with self._log.open(initial, self._identity(rule), self._manifest(rule, num_rounds)) as state:
-            self._rule_state = state.rule
+            self._carried = state.carried
             result.arrays = record_of(state.params) if state.number else initial_arrays
             if evaluate_fn and state.number == 0:
                 log.info("Initial global evaluation")
@@ -227,7 +252,7 @@ class ContextualStrategy(Strategy):
         if evaluate_fn:
             log.info("Global evaluation")
             evaluation |= _note(result.evaluate_metrics_serverapp, number, evaluate_fn(number, result.arrays))
-        after = RunState(number, arrays_of(result.arrays), self._rule_state, evaluation.get("loss"), state.lost)
+        after = RunState(number, arrays_of(result.arrays), self._carried, evaluation.get("loss"), state.lost)
         outcome, self._outcome = self._outcome, None
         if outcome is None:  # nobody was asked to train
             self._log.write(after, None)
@@ -242,25 +267,39 @@ class ContextualStrategy(Strategy):
             )
         return after
 
-    def _resolve_rule(self, config: ConfigRecord) -> Rule:
-        if self.rule is None:
-            rate = config.get("lr", config.get("learning-rate"))
-            if not isinstance(rate, int | float):
-                raise FedcontextError(
-                    "the default rule needs the learning rate: set 'lr' in the train config, or pass a rule"
-                )
-            self.rule = contextual(smoothness=1 / positive("lr", rate))
+    def _resolve_rule(self, config: ConfigRecord) -> AnyRule:
+        if not isinstance(self.rule, Rule | SumRule):
+            self.rule = self.rule(config)
+        if self.server is not None and "differences" in self.rule.needs:
+            raise FedcontextError(
+                f"{self.server.name} cannot follow rule '{self.rule.name}', which models the step that it takes itself: "
+                f"write ContextualStrategy(FedAvg(...), rule=by_samples(), server={self.server.name}())"
+            )
         return self.rule
 
-    def _identity(self, rule: Rule) -> dict[str, Any]:
+    def _probes_of(self, rule: AnyRule, cohort: int, connected: int) -> Probes:
+        if self.probes is not None:
+            return self.probes
+        return "cohort" if "differences" not in rule.needs or cohort == connected else DEFAULT_PROBES
+
+    def _bits_of(self, rule: AnyRule, probes: Probes) -> tuple[int, int]:
+        """Return the bits of gradients and differences; the two defaults with memory send about as much."""
+        if self.gradient_bits is not None:
+            return self.gradient_bits
+        if "differences" not in rule.needs:
+            return PLAIN, PLAIN
+        return (4, 2) if probes == "cohort" else (2, 1)
+
+    def _identity(self, rule: AnyRule) -> dict[str, Any]:
         """Return the settings that determine a round: a checkpoint is resumed only with the same ones."""
         settings = asdict(self.settings)
         del settings["min_replies"]
-        names = ("seed", "probes", "epochs", "pool")
+        names = ("seed", "probes", "epochs", "pool", "gradient_bits")
         own = {name: getattr(self, name) for name in names}
-        return {"rule": rule.name, "smoothness": rule.smoothness, **own, **settings}
+        server = self.server and self.server.name
+        return {"rule": rule.name, "smoothness": rule.smoothness, "server": server, **own, **settings}
 
-    def _manifest(self, rule: Rule, rounds: int) -> dict[str, Any]:
+    def _manifest(self, rule: AnyRule, rounds: int) -> dict[str, Any]:
         """Return the settings in the first line of the records."""
         algorithm = f"{type(self.inner).__name__}, {rule.name}"
         settings = {"dataset": self.name, "rounds": rounds, "seed": self.seed, "probes": self.probes}
@@ -275,18 +314,36 @@ class _Round:
     params: Arrays
     trains: bool  # whether the wrapped strategy sampled any node
     sent: Sequence[tuple[Task, Message]] = ()
+    extras: Extras | None = None
+    population: int | None = None  # connected devices
+    bytes_down: int = 0
+
+
+def _no_step() -> None:
+    return None
 
 
 def _checked(inner: Strategy) -> FedAvg:
     """Return ``inner`` if all that the rule replaces is FedAvg's weighted average."""
     if isinstance(inner, FedAvg) and type(inner).aggregate_train is FedAvg.aggregate_train:
         return inner
-    wraps = isinstance(getattr(inner, "strategy", None), Strategy)
+    wraps, optimizer = isinstance(getattr(inner, "strategy", None), Strategy), type(inner).__name__.lower()
+    advice = f", rule=by_samples(), server={optimizer}()" if hasattr(optimizers, optimizer) else ""
+    source = f", with {optimizer} from fedcontext.server" if advice else "; no rule can be combined with it"
     raise FedcontextError(
         f"{type(inner).__name__} cannot be wrapped: the rule replaces aggregate_train, so its "
         f"{'clipping and noise' if wraps else 'own aggregation'} would have no effect. Write "
-        "ContextualStrategy(FedAvg(...)) instead; a rule cannot be combined with another aggregation in this release"
+        f"ContextualStrategy(FedAvg(...){advice}) instead{source}"
     )
+
+
+def _checked_bits(bits: tuple[int, int] | None) -> tuple[int, int] | None:
+    if bits is None:
+        return None
+    if len(bits) != 2:
+        raise FedcontextError(f"gradient_bits must be two numbers, of gradients and of differences, got {bits!r}")
+    gradient, difference = (Codec(each).bits for each in bits)
+    return gradient, difference
 
 
 def _note(results: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> dict[str, float]:
@@ -298,10 +355,31 @@ def _note(results: dict[int, MetricRecord], number: int, metrics: MetricRecord |
     return loss_and_accuracy(metrics)
 
 
-def contextual_fedavg(**settings: Any) -> ContextualStrategy:
-    """Return a `ContextualStrategy` around `FedAvg`, whose arguments it takes; all other settings are the defaults.
+def fedavg(*args: Any, **settings: Any) -> ContextualStrategy:
+    """Return a `ContextualStrategy` with all defaults around Flower's `FedAvg`, whose arguments it takes.
+
+    ``from fedcontext.flower import FedAvg`` imports it under FedAvg's name, so that only the import of an app changes.
+
+    >>> strategy = fedavg(fraction_train=0.5)
+    >>> strategy.inner.fraction_train, strategy.rule.name
+    (0.5, 'contextual memory')
+    """
+    return ContextualStrategy(FedAvg(*args, **settings))
+
+
+def contextual_fedavg(*args: Any, **settings: Any) -> ContextualStrategy:
+    """Return a `ContextualStrategy` with the paper's rule around Flower's `FedAvg`, whose arguments it takes.
+
+    The smoothness is 1 / ``lr`` of the train config, and the cohort reports its gradients.
 
     >>> contextual_fedavg(fraction_train=0.5).inner.fraction_train
     0.5
     """
-    return ContextualStrategy(FedAvg(**settings))
+    return ContextualStrategy(FedAvg(*args, **settings), rule=_contextual_of)
+
+
+def _contextual_of(config: ConfigRecord) -> Rule:
+    rate = config.get("lr", config.get("learning-rate"))
+    if not isinstance(rate, int | float):
+        raise FedcontextError("contextual_fedavg needs the learning rate: set 'lr' in the train config")
+    return contextual(smoothness=1 / positive("lr", rate))

@@ -31,15 +31,16 @@ def check_path(path: Path) -> None:
         raise FedcontextError(f"figure cannot be written: {path} is not a file in a folder")
 
 
-def draw_curves(path: Path, title: str, runs: Mapping[str, Sequence[Sequence[RoundRecord]]]) -> None:
-    """Draw loss and accuracy against rounds into ``path``: means over seeds, with the range over seeds as a band."""
-    figure, axes = new_figure(1, 2, width=10, height=3.8)
-    for axis, measure in zip(axes[0], ("loss", "accuracy"), strict=True):
-        for index, (label, seeds) in enumerate(runs.items()):
-            curve(axis, index, label, seeds, measure)
-        axis.set_xlabel("round")
-        axis.set_ylabel({"loss": "training loss", "accuracy": "test accuracy"}[measure])
-    axes[0][0].set_title(title, loc="left")
+def draw_curves(path: Path, runs: Mapping[str, Mapping[str, Sequence[Sequence[RoundRecord]]]]) -> None:
+    """Draw loss and accuracy against rounds, one row for each data set: means over seeds, with their range as a band."""
+    figure, axes = new_figure(len(runs), 2, width=10, height=0.6 + 3.2 * len(runs))
+    for row, (dataset, by_label) in zip(axes, runs.items(), strict=True):
+        for axis, measure in zip(row, ("loss", "accuracy"), strict=True):
+            for index, (label, seeds) in enumerate(by_label.items()):
+                curve(axis, index, label, seeds, measure)
+            axis.set_xlabel("round")
+            axis.set_ylabel({"loss": "training loss", "accuracy": "test accuracy"}[measure])
+        row[0].set_title(dataset, loc="left")
     axes[0][1].legend(fontsize=8)
     save(figure, path)
 

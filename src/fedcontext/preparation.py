@@ -1,0 +1,170 @@
+"""From settings and objects to a simulation: `prepare`, `simulate` and `train`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fedcontext.algorithms import Algorithm, Hyperparameters, algorithm_named
+from fedcontext.arrays.tree import FloatArray, Structure, leaves, rebuild
+from fedcontext.datasets import FederatedData, load_dataset
+from fedcontext.datasets.federated import full_participation
+from fedcontext.engines.base import Engine, EngineOptions, engine_named
+from fedcontext.errors import FedcontextError, require
+from fedcontext.experiment import Experiment, experiment_from
+from fedcontext.fleet import make_fleet, profile_named
+from fedcontext.geometry import shares
+from fedcontext.local_sgd import sgd
+from fedcontext.probing import coding_for
+from fedcontext.records import RoundRecord
+from fedcontext.rules import AnyRule, Rule, SumRule
+from fedcontext.simulation import Simulation, State
+from fedcontext.smoothness import curvature, smoothness_of
+from fedcontext.sums import flat, unflat
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run: its final params, and the record of every round."""
+
+    params: Structure
+    records: list[RoundRecord]
+
+
+def prepare(
+    experiment: Experiment,
+    *,
+    data: FederatedData | None = None,
+    algorithm: Algorithm | AnyRule | None = None,
+    engine: Engine | None = None,
+    model: Any = None,
+) -> Simulation:
+    """Return ``experiment`` ready to run; objects given here take the place of what its settings name.
+
+    Args:
+        experiment: the settings.
+        data: your own data, such as `federate` makes.
+        algorithm: your own `Algorithm`, or a rule for FedAvg's local training.
+        engine: your own `Engine`, already made for the data.
+        model: a ``torch.nn.Module``, or a function that makes one, for the PyTorch engine.
+    """
+    data = data or load_dataset(experiment.dataset, experiment.data_seed)
+    engine = engine or _engine(experiment, data, model)
+    beta = smoothness_of(experiment.smoothness, experiment.learning_rate, lambda: measured_smoothness(engine, data))
+    algorithm = _algorithm(experiment, algorithm, beta)
+    fleet = make_fleet(profile_named(experiment.fleet), data.population, experiment.seed)
+    _check_variates(algorithm, engine)
+    memory = "differences" in algorithm.rule.needs
+    coding = coding_for(experiment.gradient_bits, memory, experiment.probes == "cohort")
+    simulation = Simulation(experiment, data, engine, algorithm, fleet, beta, coding)
+    plan = simulation.plan(1)
+    asked = np.arange(data.population) if algorithm.oracle else plan.probes
+    for devices in (asked, np.union1d(plan.devices, plan.pool)):
+        full_participation(data.train, devices)  # refuses a plan that on-demand data cannot serve
+    return simulation
+
+
+def _engine(experiment: Experiment, data: FederatedData, model: Any) -> Engine:
+    if model is not None:
+        require("torch", extra="torch")
+        from fedcontext.engines.torch.engine import TorchEngine
+
+        return TorchEngine(data, model, device=experiment.device, seed=experiment.seed)
+    return engine_named(experiment.engine, data, EngineOptions(experiment.model, experiment.device, experiment.seed))
+
+
+def _check_variates(algorithm: Algorithm, engine: Engine) -> None:
+    if algorithm.variates is None:
+        return
+    if not getattr(engine, "supports_corrections", False):
+        raise FedcontextError(
+            f"engine {type(engine).__name__} does not support the corrected gradients of algorithm '{algorithm.name}'; "
+            "use engine 'reference' or 'torch'"
+        )
+    if algorithm.variates.plain_sgd and algorithm.local.momentum:
+        raise FedcontextError(
+            f"algorithm '{algorithm.name}' does not support momentum (got {algorithm.local.momentum}); use 0"
+        )
+
+
+def _algorithm(experiment: Experiment, given: Algorithm | AnyRule | None, smoothness: float) -> Algorithm:
+    if isinstance(given, Rule | SumRule):
+        given = Algorithm(given.name, sgd(experiment.learning_rate, experiment.batch_size), given)
+    if given is not None:
+        return given
+    hyperparameters = Hyperparameters(
+        learning_rate=experiment.learning_rate,
+        smoothness=smoothness,
+        batch_size=experiment.batch_size,
+        mu=experiment.mu,
+        server_learning_rate=None if experiment.server_learning_rate == "default" else experiment.server_learning_rate,
+        server_momentum=experiment.server_momentum,
+        averaging=experiment.averaging,
+    )
+    algorithm = algorithm_named(experiment.algorithm, hyperparameters)
+    extra = {name: getattr(experiment, name) for name in ("momentum", "weight_decay", "clip")}
+    return replace(algorithm, local=replace(algorithm.local, **extra))
+
+
+def simulate(
+    experiment: Experiment | None = None,
+    *,
+    data: FederatedData | None = None,
+    algorithm: Algorithm | AnyRule | str | None = None,
+    engine: Engine | str | None = None,
+    model: Any = None,
+    **settings: Any,
+) -> Iterator[tuple[State, RoundRecord]]:
+    """Yield the state and the record of every round of an `Experiment`, or of the one that ``settings`` describe.
+
+    ``algorithm``, ``engine`` and ``model`` are names of settings, or objects as in `prepare`.
+
+    >>> import fedcontext as fc
+    >>> records = [record for _, record in fc.simulate(dataset="synthetic-iid", algorithm="fedavg", rounds=3)]
+    >>> [record.number for record in records], records[-1].loss < records[0].loss
+    ([1, 2, 3], True)
+    """
+    named = {"algorithm": algorithm, "engine": engine, "model": model}
+    settings |= {name: value for name, value in named.items() if isinstance(value, str)}
+    if experiment is not None and settings:
+        raise FedcontextError("give an Experiment or settings, not both")
+    if data is not None:
+        settings.setdefault("dataset", data.name)
+    objects = {name: None if isinstance(value, str) else value for name, value in named.items()}
+    return prepare(experiment or experiment_from(settings), data=data, **objects).run()
+
+
+def train(experiment: Experiment | None = None, **given: Any) -> Trained:
+    """Return the final params and the records of a simulation; it takes what `simulate` takes.
+
+    >>> import fedcontext as fc
+    >>> result = fc.train(dataset="synthetic-iid", algorithm="fedavg", rounds=2)
+    >>> result.params.shape, len(result.records)
+    ((61, 10), 2)
+    """
+    states, records = zip(*simulate(experiment, **given), strict=True)
+    return Trained(states[-1].params, list(records))
+
+
+def measured_smoothness(engine: Engine, data: FederatedData) -> float:
+    """Return the largest curvature of the loss over all devices, at the initial params and one gradient step on.
+
+    The first step away from zero params is where softmax regression bends most. This takes the gradient of all devices
+    some forty times: a figure for studies, where a federation would estimate β from probes.
+    """
+    devices = np.arange(data.population)
+    weights = shares(data.train.sizes.astype(np.float64), data.population)
+    params = engine.initial_params()
+    base = leaves(params)
+    names = [name for name in base if name not in engine.buffers]
+
+    def gradient(vector: FloatArray) -> FloatArray:
+        at = rebuild(params, {**base, **unflat(vector, base, names)})
+        return flat(leaves(engine.gradient(at, devices, weights)), names)
+
+    start = flat(base, names)
+    beta = curvature(gradient, start)
+    return max(beta, curvature(gradient, start - gradient(start) / beta))

@@ -1,0 +1,86 @@
+"""What probes answer: gradients at the present params and their differences to the last, through a few-bit code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedcontext.arrays.tree import Structure, leaves, rebuild
+from fedcontext.codec import IDENTITY, Codec
+from fedcontext.engines.base import Engine
+from fedcontext.fleet import ProbeCost
+from fedcontext.plan import IntArray, Stream
+from fedcontext.sums import flat, unflat
+
+
+@dataclass(frozen=True)
+class Coding:
+    """The codes of gradients and of gradient differences on the uplink."""
+
+    gradient: Codec = IDENTITY
+    difference: Codec = IDENTITY
+
+    @property
+    def exact(self) -> bool:
+        """Whether vectors are sent as they are."""
+        return self.gradient == self.difference == IDENTITY
+
+    def cost(self, size: int, model_bytes: int, differences: bool) -> ProbeCost:
+        """Return what one answer costs a device with a model of ``size`` parameters."""
+        sent = [self.gradient, self.difference] if differences else [self.gradient]
+        up = sum(model_bytes if codec == IDENTITY else codec.nbytes(size) for codec in sent)
+        return ProbeCost(len(sent), up, model_bytes if differences else 0)
+
+
+def coding_for(bits: int | str, memory: bool, cohort_probes: bool) -> Coding:
+    """Return the codes for a setting of bits an entry: differences get half of the gradients' bits.
+
+    "auto" is exact vectors for every rule but the one with memory, for which 4 bits where the cohort probes and 2 bits where
+    other devices do cost about the same.
+
+    >>> coding_for("auto", memory=True, cohort_probes=False).gradient.bits
+    2
+    """
+    if bits == "auto":
+        bits = (4 if cohort_probes else 2) if memory else IDENTITY.bits
+    number = int(bits)
+    return Coding() if number == IDENTITY.bits else Coding(Codec(number), Codec(max(1, number // 2)))
+
+
+def probe_answers(
+    engine: Engine,
+    params: Structure,
+    previous: Structure | None,
+    devices: IntArray,
+    coding: Coding,
+    key: tuple[int, int],
+) -> tuple[list[Structure], list[Structure] | None]:
+    """Return each device's gradient at ``params``, and its difference to that at ``previous`` where there is one.
+
+    ``key`` is (seed, round): with the device it decides the random rotation of a code.
+    """
+    gradients = engine.gradients(params, devices)
+    differences = None
+    if previous is not None:
+        before = engine.gradients(previous, devices)
+        exact = [_difference(now, then) for now, then in zip(gradients, before, strict=True)]
+        differences = _coded(exact, coding.difference, devices, (*key, Stream.DIFFERENCE_CODE))
+    return _coded(gradients, coding.gradient, devices, (*key, Stream.GRADIENT_CODE)), differences
+
+
+def _coded(vectors: Sequence[Structure], codec: Codec, devices: IntArray, key: tuple[int, int, int]) -> list[Structure]:
+    """Return what the server decodes."""
+    if codec == IDENTITY or not vectors:
+        return list(vectors)
+    like = leaves(vectors[0])
+    names = list(like)
+    rows = np.stack([flat(leaves(vector), names) for vector in vectors])
+    decoded = codec.roundtrip(rows, [(*key, int(device)) for device in devices])
+    return [rebuild(vectors[0], unflat(row.astype(np.float64), like, names)) for row in decoded]
+
+
+def _difference(now: Structure, before: Structure) -> Structure:
+    then = leaves(before)
+    return rebuild(now, {name: leaf - then[name] for name, leaf in leaves(now).items()})
