@@ -175,7 +175,9 @@ def run_all(
 
     With ``run=run_until_error`` a run that diverges does not end the others.
     """
-    for experiment in {(each.algorithm, each.dataset, each.model): each for each in experiments}.values():
+    by_algorithm = {each.algorithm: each for each in experiments}
+    by_model = {(each.dataset, each.model): each for each in experiments}
+    for experiment in dict.fromkeys((*by_algorithm.values(), *by_model.values())):
         prepare(experiment)  # an error in the settings is raised before anything is written
     if jobs <= 1 or len(experiments) <= 1:
         return [run(experiment, out, on_round) for experiment in experiments]

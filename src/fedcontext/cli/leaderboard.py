@@ -66,7 +66,7 @@ def leaderboard(
         )
     path = out_dir / "results.json"
     merged = results.merge(results.read_results(path) if path.exists() and not quick else [], made)
-    page = document(merged, "fedcontext leaderboard --group all --docs docs")
+    page = document(merged, f"fedcontext leaderboard {'--quick' if quick else '--group all --docs docs'}")
     results.write_results(merged, path)
     write_atomically(out_dir / "leaderboard.md", page)
     if docs is not None:

@@ -99,13 +99,13 @@ def _cells(result: TaskResult, row: Row) -> Iterator[Any]:
     yield "/".join(_number(counts[0]) for counts in row.rounds) + top
     yield _number(row.mean_rounds, 1)
     yield "/".join(_number(value) for value in row.seconds)
-    yield "/".join(_number(value, 1) for value in row.megabytes)
+    yield "/".join(_number(value, 2) for value in row.megabytes)
     yield f"{_number(loss[0], 3)} ({_number(loss[1], 3)}..{_number(loss[2], 3)}){diverged}"
     yield f"{accuracy[0]:.3f} ({accuracy[1]:.3f}..{accuracy[2]:.3f})"
     yield _number(row.swing, 3)
     yield _percent(row.rises)
     yield _percent(row.largest_rise)
-    yield " / ".join("" if gap is None else _number(gap, 3) for gap in gaps)
+    yield " / ".join("-" if gap is None else _number(gap, 3) for gap in gaps)
 
 
 def _label(entrant: str, kind: str) -> str:
