@@ -103,11 +103,9 @@ def tune(
     from fedcontext.leaderboard.tuning import candidate_scores, run_missing, tuning_experiments
     from fedcontext.leaderboard.tuning import tune as choose
 
-    task = entries.Task(
-        "tune", "", {**settings, "rounds": experiment_from(settings).rounds}, tuple(_numbers("levels", levels))
-    )
+    task = entries.Task("tune", "", {**settings, "rounds": experiment_from(settings).rounds}, _levels(levels))
     entrant = entries.Entrant("tune", {}, parse_grid(grid))
-    tuning = [int(seed) for seed in _numbers("seeds", seeds)]
+    tuning = [experiment_from({**settings, "seed": seed}).seed for seed in distinct("seeds", seeds)]
     experiments = tuning_experiments(task, entrant, tuning)
     with interruptible(out_dir), progress("tune", sum(each.rounds for each in experiments), quiet) as on_round:
         run_missing(experiments, out_dir, jobs or os.cpu_count() or 1, on_round)
@@ -169,11 +167,11 @@ def _names(option: str, given: str) -> list[str]:
     return distinct(option, given) if given else []
 
 
-def _numbers(option: str, given: str) -> list[float]:
+def _levels(given: str) -> tuple[float, ...]:
     try:
-        return [float(value) for value in distinct(option, given)]
+        return tuple(float(value) for value in distinct("levels", given))
     except ValueError:
-        raise FedcontextError(f"{option} must be distinct comma-separated numbers, got {given!r}") from None
+        raise FedcontextError(f"levels must be distinct comma-separated numbers, got {given!r}") from None
 
 
 def _print_ratios(rows: Sequence[Any]) -> None:
