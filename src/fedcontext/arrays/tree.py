@@ -118,7 +118,7 @@ class Framework(Protocol):
         ...
 
     def largest(self, array: Array, scratch: int) -> float:
-        """Return the largest absolute value, 0 for an empty array; NaN if an entry is NaN."""
+        """Return the largest absolute value or a finite upper bound of it, 0 for an empty array; NaN if an entry is NaN."""
         ...
 
     def writable(self, array: Array) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -77,17 +77,22 @@ class SoftmaxNumba:
         devices, epochs = work.devices.tolist(), work.epochs.tolist()
         updates = np.empty((len(devices), *params.shape), self.dtype)
 
-        def train_row(row: int) -> None:
+        def arguments(row: int) -> tuple[Any, ...]:
             features, labels = self.train_split.device(devices[row])
             order = orders(work.seed, work.number, devices[row], len(labels), epochs[row])
-            given = (features, labels, order, min(local.batch_size, len(labels)), rate, mu, *start, updates[row])
+            return features, labels, order, min(local.batch_size, len(labels)), rate, mu, *start, updates[row]
+
+        def train_row(given: tuple[Any, ...]) -> None:
+            features, order = given[0], given[2]
             if self._span_is_faster(*order.shape):
                 train_device_in_span(*given, _read_only(features @ features.T + 1, self.dtype))
             else:
                 train_device(*given)
 
         cost = work.epochs * self.train_split.sizes[work.devices]
-        on_all_cores(train_row, np.argsort(-cost, kind="stable").tolist())  # the longest first: threads end together
+        longest_first = np.argsort(-cost, kind="stable").tolist()  # so that threads end together
+        # Batch orders are drawn before the threads start: Python code would make them wait for each other.
+        on_all_cores(train_row, [arguments(row) for row in longest_first])
         return list(updates)
 
     def _span_is_faster(self, epochs: int, samples: int) -> bool:

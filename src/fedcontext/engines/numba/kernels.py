@@ -46,7 +46,8 @@ def train_device(
             _write_scores(features, rows, weights, bias, scores)
             _to_residuals(scores, labels, rows, factors)
             if mu:
-                _move_towards(start.reshape(-1), weights.reshape(-1), bias.dtype.type(learning_rate * mu))
+                for c in range(bias.size):
+                    _move_towards(start[c], weights[c], bias.dtype.type(learning_rate * mu))
                 _move_towards(start_bias, bias, bias.dtype.type(learning_rate * mu))
             _add_samples(features, rows, scores, weights, bias)
     for c in range(bias.size):
