@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, settings
 
 from fedcontext.datasets import FederatedData, federate, files, iid, load_dataset
 
+collect_ignore_glob = ["flower/quickstart_images/*"]  # an app with a module of the same name as the other's
+
 settings.register_profile("fedcontext", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fedcontext")
 

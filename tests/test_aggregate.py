@@ -348,3 +348,41 @@ def test_leaves_of_one_buffer_can_be_written_in_place():
     fresh = fc.aggregate(params, updates, rule=fc.mean()).params
     fc.aggregate(params, updates, rule=fc.mean(), out=params)
     np.testing.assert_array_equal(flat(params), flat(fresh))
+
+
+def test_a_rule_with_memory_says_what_it_misses():
+    first = fc.aggregate(np.zeros(3), [np.ones(3)], gradients=[np.ones(3)], rule=fc.contextual_memory())
+    given = {"gradients": [np.ones(3)], "rule": fc.contextual_memory(), "state": first.state}
+    with pytest.raises(FedcontextError, match="needs differences from the second round on"):
+        fc.aggregate(np.zeros(3), [np.ones(3)], **given)
+    two = np.ones(2)
+    with pytest.raises(FedcontextError, match="is of a model with 3 parameters, got 2"):
+        fc.aggregate(np.zeros(2), [two], **{**given, "gradients": [two]}, differences=[two])
+    with pytest.raises(FedcontextError, match="does not support layers"):
+        fc.aggregate(
+            {"w": np.zeros(3)}, [{"w": np.ones(3)}], gradients=[{"w": np.ones(3)}], layers=["w"], rule=given["rule"]
+        )
+    with pytest.raises(FedcontextError, match="params: the array has NaN"):
+        fc.aggregate(np.full(3, np.nan), [np.ones(3)], gradients=[np.ones(3)], rule=given["rule"])
+
+
+def test_an_overflow_of_integers_leaves_out_untouched_with_a_rule_on_sums():
+    params = {"w": np.zeros(2), "n": np.full(1, 250, np.uint8)}
+    update = {"w": np.ones(2), "n": np.full(1, 10, np.uint8)}
+    with pytest.raises(FedcontextError, match="overflows uint8"):
+        fc.aggregate(params, [update], gradients=[{"w": np.ones(2)}], rule=fc.contextual_memory(), out=params)
+    np.testing.assert_array_equal(params["w"], np.zeros(2))
+
+
+def test_the_weights_of_a_rule_with_memory_are_those_of_its_step():
+    random, params, state, last = np.random.default_rng(0), np.zeros(20), None, None
+    for _ in range(6):
+        updates = [random.standard_normal(20) - params for _ in range(4)]
+        gradients = [-update for update in updates]
+        differences = None if last is None else [params - last] * 4
+        result = fc.aggregate(
+            params, updates, gradients=gradients, differences=differences, rule=fc.contextual_memory(), state=state
+        )
+        d = np.mean(updates, axis=0)
+        assert result.weights.sum() == pytest.approx(result.step @ d / (d @ d))
+        state, last, params = result.state, params, result.params

@@ -178,9 +178,9 @@ def test_an_interrupted_simulation_goes_on_to_the_same_bits(tmp_path: Path, stop
 def test_every_engine_goes_on_to_the_same_bits(tmp_path: Path, settings: dict) -> None:
     simulation = fc.prepare(fc.Experiment(rounds=3, epochs=(1, 1), **settings))
     states = [state for state, _ in simulation.run()]
-    checkpoint.save(tmp_path / "run", states[0].params, states[0].rule, {})
+    checkpoint.save(tmp_path / "run", states[0].params, states[0].carried, {})
     found = checkpoint.load(tmp_path / "run", simulation.engine.initial_params())
-    again = [state for state, _ in simulation.run(fc.State(1, found.params, found.rule, states[0].loss))]
+    again = [state for state, _ in simulation.run(fc.State(1, found.params, loss=states[0].loss, **found.rule))]
     assert [state.number for state in again] == [2, 3]
     for one, other in zip(leaves(again[-1].params).values(), leaves(states[-1].params).values(), strict=True):
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()

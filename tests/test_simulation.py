@@ -150,7 +150,7 @@ def test_objects_take_the_place_of_names(small_data):
     assert len(engine.works) == 4
 
 
-@pytest.mark.parametrize("rule", [fc.mean(), fc.contextual(3.0), fc.fedexp(), fc.contextual_memory()])
+@pytest.mark.parametrize("rule", [fc.mean(), fc.contextual(3.0), fc.fedexp()])
 @pytest.mark.parametrize("optimizer", [server_sgd(0.5), fedadam(0.2)])
 def test_a_server_optimizer_acts_on_the_step_of_any_rule(small_data, rule, optimizer):
     plain = fc.Algorithm("plain", LocalSGD(0.1, 10), rule)
@@ -164,7 +164,35 @@ def test_a_server_optimizer_acts_on_the_step_of_any_rule(small_data, rule, optim
     assert record.promised_change is None  # the bound is about the rule's own step
 
 
+def test_nothing_may_change_the_step_that_a_rule_with_memory_models(small_data):
+    changed = dataclasses.replace(fedavg(Hyperparameters(0.1, 10)), rule=fc.contextual_memory(), server=fedadam(0.2))
+    for given in ({"algorithm": changed}, {"algorithm": "fedavg-memory", "server_learning_rate": 0.5}):
+        with pytest.raises(FedcontextError, match="it models its own step"):
+            fc.train(data=small_data, **{**SMALL, **given})
+
+
+def test_settings_of_local_training_reach_a_rule_object(small_data):
+    pytest.importorskip("torch")
+    settings = {"engine": "torch", "device": "cpu", "rounds": 1}
+    plain, momentum = (play(small_data, fc.mean(), momentum=m, **settings)[0][1].loss for m in (0.0, 0.9))
+    assert plain != momentum
+
+
+@pytest.mark.parametrize("algorithm", [fc.mean, 3])
+def test_what_is_no_algorithm_is_refused(small_data, algorithm):
+    with pytest.raises(FedcontextError, match="algorithm must be a name, an Algorithm or a rule"):
+        fc.train(data=small_data, algorithm=algorithm, **SMALL)
+
+
+def test_coded_own_gradients_change_the_result_and_the_bytes(small_data):
+    exact, coded = (play(small_data, "folb", gradient_bits=bits)[-1][1] for bits in (32, 1))
+    assert coded.bytes_up < exact.bytes_up
+    assert coded.loss != exact.loss
+
+
 def test_a_server_learning_rate_scales_the_step_of_any_algorithm(small_data, algorithm):
+    if algorithm.endswith("-memory"):
+        pytest.skip("refused: the rule models its own step")
     settings = {"rounds": 1, "engine": "reference", "probes": 3, "server_momentum": 0.0}
     rates = [play(small_data, algorithm, server_learning_rate=rate, **settings)[0][0].params for rate in (0.4, 0.8)]
     np.testing.assert_allclose(2 * rates[0], rates[1], rtol=1e-4, atol=1e-6)

@@ -83,11 +83,11 @@ def aggregate(
     out: Structure | None = None,
     scratch: int = SCRATCH,
 ) -> Aggregation:
-    """Return the params after one aggregation: w + Σ αₖ Δₖ (eq. 4), with the weights that ``rule`` gives.
+    """Return the params after one aggregation: w + Σ αₖ Δₖ (eq. 4) with the weights of a `Rule`, or w + the step of a `SumRule`.
 
-    Everything is checked first, and nothing that was passed in is changed (but ``out``, at the end). The updates are read
-    twice, block by block: once for the inner products, once for the sum. They may be memory-mapped files, so that
-    together they can be larger than memory.
+    Everything is checked first, and nothing that was passed in is changed, except ``out``, which is written last. A `Rule`
+    reads the updates twice, block by block: once for the inner products, once for the sum. They may be memory-mapped
+    files, so that together they can be larger than memory.
 
     Args:
         params: the global model: an array, or a list, tuple or mapping of arrays (a ``state_dict`` as it is).
@@ -105,7 +105,8 @@ def aggregate(
         steps: the number of local SGD steps of each device, for `fednova`.
         layers: names (or positions) of the leaves that enter the geometry; the weights apply to all leaves.
         buffers: leaves that are averaged instead of weighted, as are all that do not hold floating point.
-        smoothness: the β at which the bound on the loss change is reported; the rule's own where None.
+        smoothness: the β at which the bound on the loss change is reported; the rule's own where None. A rule that works
+            on sums has no bound.
         state: the state that the rule returned last round.
         out: where to write the new params: ``params`` itself, or a structure like it in other memory; fresh arrays if
             None.
@@ -131,8 +132,15 @@ def aggregate(
     _check_needs(rule, report, model)
     if out is not None:
         out = output_leaves(model.leaves, report.updates, out)
+    if "differences" in rule.needs and state is not None and report.differences is None:
+        raise FedcontextError(
+            f"rule '{rule.name}' needs differences from the second round on: each probe's gradient minus its gradient "
+            "at the last round's params"
+        )
     state = rule.init(params) if state is None else state
     if isinstance(rule, SumRule):
+        if layers is not None:
+            raise FedcontextError(f"rule '{rule.name}' does not support layers: it uses all floating-point leaves")
         return _apply_sums(rule, model, report, vectors, state, out, scratch)
     beta = rule.smoothness if smoothness is None else positive("smoothness", smoothness)
     return _apply_weights(rule, model, report, vectors, state, beta, out, scratch)
@@ -189,9 +197,13 @@ def _apply_weights(
 
     promised = bound(geometry, weights, smoothness) if smoothness and geometry.slopes is not None else float("nan")
     new = combined(model.leaves, out)
-    return Aggregation(
-        new, weights, promised, geometry, state, make_step=lambda: combined(_zeros_like(model.leaves), None)
-    )
+
+    def step() -> Structure:
+        if out is not None:
+            raise FedcontextError("step is not available where out was given; aggregate without out")
+        return combined(_zeros_like(model.leaves), None)
+
+    return Aggregation(new, weights, promised, geometry, state, make_step=step)
 
 
 def _apply_sums(
@@ -203,6 +215,9 @@ def _apply_sums(
     out: Leaves | None,
     scratch: int,
 ) -> Aggregation:
+    for name, leaf in model.leaves.items():
+        if kind_of(leaf) == "floating":
+            _largest(name, leaf, scratch)  # refuses params that are not finite
     sums = sums_of(vectors, model.order)
     if not sums.finite:
         raise_not_finite(report, model.measured)
@@ -213,10 +228,10 @@ def _apply_sums(
 
     def combined(base: Leaves, out: Leaves | None) -> Structure:
         means = {name: base[name] for name in model.averaged}
-        new = _combined(
-            {name: base[name] for name in moved}, [moved], dict.fromkeys(moved, np.ones(1)), set(), out, scratch
-        )
-        new |= _combined(means, vectors.updates, dict.fromkeys(means, averages), set(), out, scratch)
+        new = _combined(means, vectors.updates, dict.fromkeys(means, averages), set(), None, scratch)  # may overflow
+        moving = {name: base[name] for name in moved}
+        new |= _combined(moving, [moved], dict.fromkeys(moved, np.ones(1)), set(), out, scratch)
+        new |= {name: _written(new[name], None if out is None else out[name]) for name in means}
         return rebuild(model.params, {name: new[name] for name in base})
 
     weights = np.full(count, info.get("mean", 1.0) / count)

@@ -19,7 +19,7 @@ import numpy as np
 from fedcontext.arrays.tree import Array, Structure, framework, leaf_name, leaves, rebuild
 from fedcontext.errors import FedcontextError, require
 
-SCHEMA = 1
+SCHEMA = 2  # 1 held the rule's state alone
 PARAMS, RULE = "params:", "rule:"  # prefixes of tensor names
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from fedcontext.arrays.tree import FloatArray
+from fedcontext.errors import FedcontextError
 from fedcontext.rules import State, SumRule
 from fedcontext.sums import Sums, dot
 
@@ -78,6 +79,10 @@ def contextual_memory(settings: MemorySettings | None = None) -> SumRule:
 
     def step(sums: Sums, state: State, population: int | None) -> tuple[FloatArray, State, dict[str, Any]]:
         memory = None if state is None else Memory(**state)
+        if memory is not None and memory.step.size != sums.size:
+            raise FedcontextError(
+                f"the state of rule 'contextual memory' is of a model with {memory.step.size} parameters, got {sums.size}"
+            )
         vector, after, info = memory_step(sums, memory, chosen, np.inf if population is None else population)
         return vector, vars(after), info
 
@@ -129,7 +134,7 @@ def memory_step(
     if _norm(deviation) <= ROUNDING * reference:
         deviation = np.zeros_like(d)  # rounding errors are no evidence for the anchor
     after = Memory(m, error, v, d + deviation, deviation, unit, slopes, hits, squares, *fit, length, trust, anchor)
-    info = {"trust": trust, "anchor": anchor, "mean": float(x[MEAN] / lengths[MEAN]), "convex": bend > 0}
+    info = {"trust": trust, "anchor": anchor, "mean": dot(after.step, unit[MEAN]) / lengths[MEAN], "convex": bend > 0}
     return after.step, after, info
 
 

@@ -61,4 +61,5 @@ def _write_npz(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
 
 
 def _to_numpy(leaf: Any) -> npt.NDArray[Any]:
-    return np.ascontiguousarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf)
+    array = np.asarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf)
+    return np.ascontiguousarray(array).reshape(array.shape)  # which would otherwise lose a shape of ()

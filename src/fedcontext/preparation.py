@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedcontext.algorithms import Algorithm, Hyperparameters, algorithm_named
+from fedcontext.algorithms import Algorithm, Hyperparameters, algorithm_named, with_server_rate
 from fedcontext.arrays.tree import FloatArray, Structure, leaves, rebuild
 from fedcontext.datasets import FederatedData, load_dataset
 from fedcontext.datasets.federated import full_participation
@@ -51,14 +51,17 @@ def prepare(
         engine: your own `Engine`, already made for the data.
         model: a ``torch.nn.Module``, or a function that makes one, for the PyTorch engine.
     """
+    if data is not None and not isinstance(data, FederatedData):
+        raise FedcontextError(f"data must be FederatedData, such as federate() makes, got {type(data).__name__}")
     data = data or load_dataset(experiment.dataset, experiment.data_seed)
     engine = engine or _engine(experiment, data, model)
     beta = smoothness_of(experiment.smoothness, experiment.learning_rate, lambda: measured_smoothness(engine, data))
     algorithm = _algorithm(experiment, algorithm, beta)
     fleet = make_fleet(profile_named(experiment.fleet), data.population, experiment.seed)
-    _check_variates(algorithm, engine)
+    _check_combination(algorithm, engine)
     memory = "differences" in algorithm.rule.needs
     coding = coding_for(experiment.gradient_bits, memory, experiment.probes == "cohort")
+    beta = algorithm.rule.smoothness or beta  # the bound is reported at the rule's own β
     simulation = Simulation(experiment, data, engine, algorithm, fleet, beta, coding)
     plan = simulation.plan(1)
     asked = np.arange(data.population) if algorithm.oracle else plan.probes
@@ -76,13 +79,20 @@ def _engine(experiment: Experiment, data: FederatedData, model: Any) -> Engine:
     return engine_named(experiment.engine, data, EngineOptions(experiment.model, experiment.device, experiment.seed))
 
 
-def _check_variates(algorithm: Algorithm, engine: Engine) -> None:
+def _check_combination(algorithm: Algorithm, engine: Engine) -> None:
+    """Refuse what cannot work together: a rule with memory models its own step, so nothing may change it."""
+    if "differences" in algorithm.rule.needs and (algorithm.server or algorithm.variates):
+        changed_by = algorithm.server.name if algorithm.server else "control variates"
+        raise FedcontextError(
+            f"rule '{algorithm.rule.name}' cannot be followed by {changed_by}: it models its own step; "
+            "use rule mean(), or leave the server learning rate at its default"
+        )
     if algorithm.variates is None:
         return
     if not getattr(engine, "supports_corrections", False):
         raise FedcontextError(
             f"engine {type(engine).__name__} does not support the corrected gradients of algorithm '{algorithm.name}'; "
-            "use engine 'reference' or 'torch'"
+            "use engine 'reference', 'numba', 'ray' or 'torch'"
         )
     if algorithm.variates.plain_sgd and algorithm.local.momentum:
         raise FedcontextError(
@@ -91,10 +101,10 @@ def _check_variates(algorithm: Algorithm, engine: Engine) -> None:
 
 
 def _algorithm(experiment: Experiment, given: Algorithm | AnyRule | None, smoothness: float) -> Algorithm:
-    if isinstance(given, Rule | SumRule):
-        given = Algorithm(given.name, sgd(experiment.learning_rate, experiment.batch_size), given)
-    if given is not None:
+    if isinstance(given, Algorithm):
         return given
+    if given is not None and not isinstance(given, Rule | SumRule):
+        raise FedcontextError(f"algorithm must be a name, an Algorithm or a rule such as mean(), got {given!r}")
     hyperparameters = Hyperparameters(
         learning_rate=experiment.learning_rate,
         smoothness=smoothness,
@@ -104,7 +114,11 @@ def _algorithm(experiment: Experiment, given: Algorithm | AnyRule | None, smooth
         server_momentum=experiment.server_momentum,
         averaging=experiment.averaging,
     )
-    algorithm = algorithm_named(experiment.algorithm, hyperparameters)
+    if given is None:
+        algorithm = algorithm_named(experiment.algorithm, hyperparameters)
+    else:
+        local = sgd(experiment.learning_rate, experiment.batch_size)
+        algorithm = with_server_rate(Algorithm(given.name, local, given), hyperparameters)
     extra = {name: getattr(experiment, name) for name in ("momentum", "weight_decay", "clip")}
     return replace(algorithm, local=replace(algorithm.local, **extra))
 
@@ -129,6 +143,8 @@ def simulate(
     """
     named = {"algorithm": algorithm, "engine": engine, "model": model}
     settings |= {name: value for name, value in named.items() if isinstance(value, str)}
+    if experiment is not None and not isinstance(experiment, Experiment):
+        raise FedcontextError(f"experiment must be an Experiment, got {experiment!r}; name data with dataset=...")
     if experiment is not None and settings:
         raise FedcontextError("give an Experiment or settings, not both")
     if data is not None:
@@ -145,8 +161,11 @@ def train(experiment: Experiment | None = None, **given: Any) -> Trained:
     >>> result.params.shape, len(result.records)
     ((61, 10), 2)
     """
-    states, records = zip(*simulate(experiment, **given), strict=True)
-    return Trained(states[-1].params, list(records))
+    records = []
+    for after, record in simulate(experiment, **given):
+        records.append(record)
+        params = after.params
+    return Trained(params, records)
 
 
 def measured_smoothness(engine: Engine, data: FederatedData) -> float:

@@ -106,7 +106,7 @@ def _restore_longer(path: Path, new: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if earlier.exists() and earlier.stat().st_size > path.stat().st_size:
+        if earlier.exists() and (not path.exists() or earlier.stat().st_size > path.stat().st_size):
             earlier.replace(path)
         earlier.unlink(missing_ok=True)
         if path.exists() and path.read_bytes().count(b"\n") < 2:  # only the manifest

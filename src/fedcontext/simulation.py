@@ -113,13 +113,15 @@ class Simulation:
     def report(self, state: State, plan: RoundPlan, received: Replies) -> Report:
         """Return what the devices of a round send: updates, and the gradients that the rule needs."""
         devices, pool, probes = plan.devices[received.cohort], plan.pool[received.pool], plan.probes[received.probes]
-        needs, cohort_probes = self.algorithm.rule.needs, np.array_equal(probes, devices)
+        needs = self.algorithm.rule.needs
+        cohort_probes = np.array_equal(np.sort(probes), np.sort(devices))
+        probes = devices if cohort_probes else probes
         updates = self._train(state, plan, received)
         gradients = gradient = own = differences = None
+        key = self.experiment.seed, plan.number
         if "own gradients" in needs:
-            own = self.engine.gradients(state.params, devices)
+            own, _ = probe_answers(self.engine, state.params, None, devices, self.coding, key)
         if "gradient" in needs and ("differences" in needs or not self.coding.exact or cohort_probes):
-            key = self.experiment.seed, plan.number
             answers, differences = probe_answers(self.engine, state.params, state.previous, probes, self.coding, key)
             own, gradients = (answers, None) if cohort_probes else (own, answers)
         elif "gradient" in needs:  # the mean alone, in one pass where all devices probe

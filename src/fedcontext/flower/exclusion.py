@@ -139,13 +139,13 @@ def _server_step(
 
 
 def _leaves_without_gradient(params: Arrays, replies: Sequence[Reply]) -> set[str]:
-    """Return the leaves that at least half of the gradients lack: buffers, such as BatchNorm's running statistics.
+    """Return the leaves that more than half of the gradients lack: buffers, such as BatchNorm's running statistics.
 
     The majority decides, so that a device that adds or omits a leaf affects only its own reply.
     """
     gradients = [reply.gradient for reply in replies if reply.gradient is not None]
     counts = Counter(name for gradient in gradients for name in gradient)
-    return {name for name in params if 2 * counts[name] <= len(gradients)} if gradients else set()
+    return {name for name in params if 2 * counts[name] < len(gradients)} if gradients else set()
 
 
 def _defect(params: Arrays, reply: Reply, buffers: set[str], layers: Sequence[str | int] | None) -> str:

@@ -328,6 +328,11 @@ def _checked(inner: Strategy) -> FedAvg:
     if isinstance(inner, FedAvg) and type(inner).aggregate_train is FedAvg.aggregate_train:
         return inner
     wraps, optimizer = isinstance(getattr(inner, "strategy", None), Strategy), type(inner).__name__.lower()
+    if isinstance(inner, ContextualStrategy):
+        raise FedcontextError(
+            "inner is already a ContextualStrategy, as FedAvg of fedcontext.flower is; "
+            "wrap Flower's own: from flwr.serverapp.strategy import FedAvg"
+        )
     advice = f", rule=by_samples(), server={optimizer}()" if hasattr(optimizers, optimizer) else ""
     source = f", with {optimizer} from fedcontext.server" if advice else "; no rule can be combined with it"
     raise FedcontextError(

@@ -85,7 +85,8 @@ class SoftmaxNumba:
         def train_row(given: tuple[Any, ...]) -> None:
             features, order = given[0], given[2]
             if self._span_is_faster(*order.shape):
-                train_device_in_span(*given, _read_only(features @ features.T + 1, self.dtype))
+                gram = _read_only(features @ features.T + 1, self.dtype)
+                train_device_in_span(*(*given, gram))
             else:
                 train_device(*given)
 
