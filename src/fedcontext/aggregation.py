@@ -33,11 +33,11 @@ from fedcontext.validation import output_leaves, raise_not_finite, select_leaves
 
 @dataclass(frozen=True)
 class Aggregation:
-    """What `aggregate` returns: the new params, and how they came about."""
+    """What `aggregate` returns: the new params, and the weights and diagnostics behind them."""
 
     params: Structure
     weights: FloatArray  # (K,) of the devices, in the order of their updates
-    promised_change: float  # the bound on the loss change, as far as measured; NaN without gradient or smoothness
+    promised_change: float  # the bound on the loss change over the measured layers; NaN without gradient or smoothness
     geometry: Geometry | None  # None for a rule that works on sums over devices
     state: State  # the rule's state, for the next round
     info: dict[str, Any] = field(default_factory=dict)  # numbers that a rule reports
@@ -101,7 +101,7 @@ def aggregate(
         samples: the number of training samples of each device.
         probe_weights: how much each probe's gradient counts, such as its number of samples.
         pool: updates of devices outside the cohort; they inform `expected_contextual` and are not applied.
-        population: the number of devices in all, where known.
+        population: the total number of devices, where known.
         steps: the number of local SGD steps of each device, for `fednova`.
         layers: names (or positions) of the leaves that enter the geometry; the weights apply to all leaves.
         buffers: leaves that are averaged instead of weighted, as are all that do not hold floating point.

@@ -1,4 +1,4 @@
-"""From what devices sent to a `Geometry`: the few K-sized inner products that a rule sees instead of models."""
+"""From what devices sent to a `Geometry`: the inner products (K x K) that a rule sees instead of models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Report:
     own_gradients: Structures | None = None  # K gradients ∇F_k(w) of the updates' own devices
     pool: Structures | None = None  # updates of devices outside the cohort; they inform the weights only
     differences: Structures | None = None  # ∇F_p(w) - ∇F_p(w') of the probes, w' the params of the last round
-    population: int | None = None  # devices in all
+    population: int | None = None  # total number of devices
     steps: Iterable[float] | None = None  # (K,) local SGD steps of each device
 
 

@@ -7,8 +7,8 @@ gradients), an estimate of the curvature, and chooses the step in the span of
     d  the mean update (FedAvg's step)          p  d divided by the root mean square of past gradients, entry by entry
     -m the negative gradient estimate           s  the previous step
 
-as the minimiser of a quadratic model of the loss. Every deviation from d must be earned: its length is limited by how well
-earlier deviations lowered the loss (the anchor). Notation: ȳ mean gradient difference, ḡ mean fresh gradient.
+as the minimiser of a quadratic model of the loss. The length of the deviation from d is limited by how well earlier
+deviations lowered the loss (the anchor). Notation: ȳ mean gradient difference, ḡ mean fresh gradient.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROUNDING = 1e-12  # deviations from d below this share of its length count as no
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """The constants of the rule. One set serves all settings of the leaderboard; the last four matter little."""
+    """The constants of the rule: the same for all data sets and models. Results depend little on those from damping on."""
 
     decay: float = 0.9  # share of every running quantity that a round keeps
     floor: float = 0.1  # least gain of the gradient estimate, least trust; 2 x floor is the least share of d in a step
@@ -122,7 +122,7 @@ def memory_step(
         hessian = _hessian(unit, u, fit[2], y, bend, lengths[PREVIOUS], settings)
         x = _model_minimum(hessian, slopes * factors, lengths, settings)
     else:
-        x = lengths * (np.arange(4) == MEAN)  # no model to trust: FedAvg's step
+        x = lengths * (np.arange(4) == MEAN)  # no convex model: FedAvg's step
     length = settings.decay * memory.length + (1 - settings.decay) * lengths[MEAN]
     reference = max(lengths[MEAN], length)
     limit = min(settings.reach * trust * reference, max(2 * lengths[PREVIOUS], lengths[MEAN]))
@@ -214,7 +214,7 @@ def _hessian(
 ) -> FloatArray:
     """Return (4, 4) the model k₁ I + k₂ diag(u) on the directions, with a damped BFGS update by the last step.
 
-    The curvature along -m is at least ‖y‖²/<y, s>: the gradient bends more than the last step did.
+    The curvature along -m is at least ‖y‖²/<y, s>, for it is usually larger along the gradient than along the step.
     """
     h = k[0] * _gram(unit, unit) + k[1] * _gram(unit * u, unit)
     image, own, secant = h[:, PREVIOUS], h[PREVIOUS, PREVIOUS], _along(unit, y) / length

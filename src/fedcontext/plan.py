@@ -47,7 +47,7 @@ def generator(seed: int, number: int, stream: Stream, device: int = 0) -> np.ran
 
 
 def words(*keys: int) -> list[int]:
-    """Return the 32-bit words of whole numbers, lowest first, as NumPy's `SeedSequence` cuts them.
+    """Return the 32-bit words of whole numbers, lowest first, as NumPy's `SeedSequence` splits them.
 
     >>> words(7, 2**32 + 1)
     [7, 1, 1]
@@ -91,8 +91,8 @@ def plan_round(
 ) -> RoundPlan:
     """Return the plan of round ``number``: a uniform draw without replacement, epochs uniform in a closed range.
 
-    A number of probes is drawn independently of the cohort, and is all devices where there are fewer; the pool is drawn
-    from the devices outside the cohort.
+    If probes is a number, that many devices are drawn independently of the cohort (all, if there are fewer). The pool is
+    drawn from the devices outside the cohort.
 
     >>> plan = plan_round(seed=0, number=1, population=100, devices_per_round=3, probes=2)
     >>> len(plan.devices), len(plan.probes), bool((plan.epochs >= 1).all())

@@ -172,7 +172,7 @@ def measured_smoothness(engine: Engine, data: FederatedData) -> float:
     """Return the largest curvature of the loss over all devices, at the initial params and one gradient step on.
 
     The first step away from zero params is where softmax regression bends most. This takes the gradient of all devices
-    some forty times: a figure for studies, where a federation would estimate β from probes.
+    some forty times: for simulations only; a federation would estimate β from probes.
     """
     devices = np.arange(data.population)
     weights = shares(data.train.sizes.astype(np.float64), data.population)

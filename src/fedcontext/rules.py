@@ -50,8 +50,8 @@ class Rule:
 class SumRule:
     """A rule that sees sums over devices alone: ``step(sums, state, population) -> (step, state, info)``.
 
-    The step is a flat float64 vector over the floating-point leaves, ``population`` the number of devices in all (None
-    where unknown) and ``info`` what is merely interesting.
+    The step is a flat float64 vector over the floating-point leaves, ``population`` the total number of devices (None
+    where unknown) and ``info`` diagnostics, which do not affect the step.
     """
 
     name: str
@@ -96,7 +96,7 @@ def bound(geometry: Geometry, weights: FloatArray, smoothness: float) -> float:
     >>> bound(Geometry(np.eye(1), np.ones(1), slopes=np.array([[-2.0]])), np.array([1.0]), smoothness=2.0)
     -1.0
     """
-    count = len(weights)  # rows behind the cohort's are a pool's, which is not applied
+    count = len(weights)  # rows after the cohort's belong to the pool, which is not applied
     return float(geometry.slope[:count] @ weights + smoothness / 2 * weights @ geometry.gram[:count, :count] @ weights)
 
 

@@ -182,7 +182,7 @@ class Simulation:
         )
 
     def _after(self, state: State, report: Report, result: Aggregation) -> State:
-        """Return the state with the rule's step applied, by way of control variates and server optimiser."""
+        """Return the state with the rule's step applied, after control variates and the server optimiser."""
         previous = state.params if "differences" in self.algorithm.rule.needs else None
         after = replace(state, params=result.params, rule=result.state, previous=previous)
         if not self._changes_step:
@@ -201,7 +201,7 @@ class Simulation:
         base, trained = self._trained(state.params), self._trained(step)
         params = {**leaves(result.params), **{name: base[name] + trained[name] for name in base}}
         if not _finite(params):
-            raise FedcontextError("the server's step left the finite numbers; lower the server learning rate")
+            raise FedcontextError("the server's step overflowed; lower the server learning rate")
         return replace(after, params=rebuild(state.params, params))
 
     def _next_variates(self, state: State, report: Report) -> VariateState:

@@ -1,7 +1,7 @@
 """Running sums over devices: all that a rule with memory sees, so that it can run under secure aggregation.
 
-Devices are folded in one after another as their replies arrive, so memory does not grow with their number. Partial sums of
-several aggregators add up with ``+``; in a fixed order the result has the same bits.
+Devices can be added one after another, so that memory does not grow with their number. Partial sums of several
+aggregators add up with ``+``; in a fixed order the result is bit-identical.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Sums:
     def variance(self, norms: float, total: FloatArray, population: float) -> float:
         """Return the squared error of a mean over Q of N probes: (1 - Q/N) Σ‖xᵢ - x̄‖² / (Q (Q - 1)).
 
-        ``norms`` is Σ‖xᵢ‖² and ``total`` is Σ xᵢ. One probe alone says nothing of its error: the result is 0.
+        ``norms`` is Σ‖xᵢ‖² and ``total`` is Σ xᵢ. With one probe the error cannot be estimated, and 0 is returned.
         """
         if self.probes < 2:
             return 0.0
