@@ -86,10 +86,10 @@ def _weights() -> Iterator[Series]:
 
 
 def _algorithms(figure: str, panel: str, averaging: str, beta: str, mu: float, **common: Any) -> Iterator[Series]:
-    """One panel that compares the five algorithms; unused settings stay at their defaults."""
-    yield _series(figure, panel, "FedAvg", algorithm="fedavg", averaging=averaging, **common)
-    yield _series(figure, panel, "FedProx", algorithm="fedprox", averaging=averaging, mu=mu, **common)
-    yield _series(figure, panel, "FOLB", algorithm="folb", mu=mu, **common)
+    """One panel that compares the five algorithms, all with the paper's K2 = N but where it says otherwise."""
+    yield _series(figure, panel, "FedAvg", algorithm="fedavg", averaging=averaging, probes="all", **common)
+    yield _series(figure, panel, "FedProx", algorithm="fedprox", averaging=averaging, mu=mu, probes="all", **common)
+    yield _series(figure, panel, "FOLB", algorithm="folb", mu=mu, probes="all", **common)
     contextual = {"algorithm": "fedavg-contextual", "smoothness": beta, **common}
     proximal = {"algorithm": "fedprox-contextual", "smoothness": beta, "mu": mu, **common}
     yield _series(figure, panel, "FedAvg (Contextual)", probes="all", **contextual)
