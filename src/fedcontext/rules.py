@@ -273,8 +273,8 @@ def minimise_on_simplex(matrix: FloatArray, epsilon: float = 1.0) -> FloatArray:
         level = (1 - x[~free].sum() + outer.sum()) / inner.sum()  # the common entry of Hx where x is free
         move = np.zeros(count)
         move[free] = level * inner - outer - x[free]
-        room = np.where(move < -1e-14, low - x, np.where(move > 1e-14, high - x, np.inf))
-        shares_left = np.divide(room, move, out=np.full(count, np.inf), where=np.isfinite(room))
+        slack = np.where(move < -1e-14, low - x, np.where(move > 1e-14, high - x, np.inf))
+        shares_left = np.divide(slack, move, out=np.full(count, np.inf), where=np.isfinite(slack))
         blocking = int(np.argmin(shares_left))
         x = x + min(1.0, shares_left[blocking]) * move
         if shares_left[blocking] < 1:

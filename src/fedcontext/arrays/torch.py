@@ -52,8 +52,8 @@ class _Torch:
 
 def _float64_blocks(tensors: Sequence[Array], scratch: int) -> Iterator[tuple[int, int, Array]]:
     """Yield start, stop and these entries of each tensor as the rows of a float64 matrix, until all entries are done."""
-    size, room = tensors[0].numel(), scratch if tensors[0].device.type == "cpu" else scratch * GPU_SCRATCH
-    bounds = list(blocks(size, len(tensors), room))
+    size, budget = tensors[0].numel(), scratch if tensors[0].device.type == "cpu" else scratch * GPU_SCRATCH
+    bounds = list(blocks(size, len(tensors), budget))
     if len(bounds) == 1:  # one call for all tensors instead of several for each
         yield 0, size, torch.stack(list(tensors)).detach().reshape(len(tensors), -1).double()
         return
