@@ -16,6 +16,8 @@ import pytest
 import typer.main
 
 import fedcontext as fc
+from fedcontext.attacks import ATTACKS
+from fedcontext.faults import FAULTS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -32,6 +34,7 @@ CHECKS = {  # for each block of Python on a page, whether it made what the page 
         lambda names: names["trained"].records[-1].accuracy > 0.8 and names["data"].population == 20
     ],
     "guide/look-at-runs.md": [lambda names: list(names["frame"]["number"]) == [1]],
+    "guide/faults.md": [lambda names: names["honest"].records[-1].accuracy > 0.2 and names["attacked"].records],
 }
 
 
@@ -98,6 +101,12 @@ def test_every_rule_is_on_the_page_of_rules():
     page = (DOCS / "guide" / "rules.md").read_text("utf-8")
     rules = set(fc.EXPORTS["rules"]) - {"Rule", "SumRule", "bound", "stateless"} | {"contextual_memory"}
     assert [rule for rule in rules if f"`{rule}(" not in page] == []
+
+
+def test_every_fault_and_attack_is_on_its_page():
+    page = (DOCS / "guide" / "faults.md").read_text("utf-8")
+    lines = {**FAULTS, **{name: attack.help for name, attack in ATTACKS.items()}}
+    assert [name for name, line in lines.items() if f"| `{name}` | {line} |" not in page] == []
 
 
 def test_the_constants_of_the_rule_with_memory_are_described():

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedcontext.algorithms import ALGORITHMS
+from fedcontext.attacks import ATTACKS
 from fedcontext.datasets import NAMES
 from fedcontext.engines.base import ENGINES
 from fedcontext.errors import FedcontextError
+from fedcontext.faults import FAULTS
 from fedcontext.fleet import PROFILES
 from fedcontext.rules import Averaging
-from fedcontext.settings import integer, integer_range, number, one_of, setting, text
+from fedcontext.settings import integer, integer_range, number, one_of, setting, shares_by_name, text
 from fedcontext.toml import read_toml
 
 # Rounds and learning rates published with FedProx for each data set; a LEAF folder gets FEMNIST's.
@@ -95,6 +97,17 @@ class Experiment:
     fleet: str = setting("edge", one_of(PROFILES), "Speeds and links of the devices")
     deadline: float = setting(0, number(), "Seconds after which a round ends; 0 waits for every device")
     over_select: float = setting(0, number(), "Fraction of additional devices to select; the first replies are kept")
+    faults: str = setting(
+        "none",
+        shares_by_name(FAULTS),
+        "Chance of each fault of a device in a round, such as dropout=0.3,nan=0.1; `fedcontext faults` lists all",
+    )
+    attack: str = setting(
+        "none",
+        shares_by_name(ATTACKS),
+        "Share of devices that lie, for each attack, such as sign-flip=0.2; `fedcontext faults` lists all",
+        aliases=("attacks",),
+    )
     eval_every: int = setting(1, integer(1), "Evaluate every n-th round and the last")
     engine: str = setting(
         "auto",

@@ -98,6 +98,10 @@ class Replies:
     bytes_up: int
 
 
+_NOBODY = np.zeros(0, np.int64)
+NO_REPLIES = Replies(_NOBODY, _NOBODY, _NOBODY, excluded={}, seconds=0.0, bytes_down=0, bytes_up=0)
+
+
 @dataclass(frozen=True)
 class ProbeCost:
     """What a device spends on reporting its gradient, beside receiving the params."""

@@ -33,6 +33,11 @@ class Stream(IntEnum):
     DROPOUT = 7
     GRADIENT_CODE = 8
     DIFFERENCE_CODE = 9
+    FAULTS = 10
+    LIARS = 11
+    ATTACKS = 12
+    ROOT = 13
+    PARTIAL = 14
 
 
 def generator(seed: int, number: int, stream: Stream, device: int = 0) -> np.random.Generator:

@@ -10,8 +10,10 @@ import numpy as np
 
 from fedcontext.algorithms import Algorithm, Hyperparameters, algorithm_named, with_server_rate
 from fedcontext.arrays.tree import FloatArray, Structure, leaves, rebuild
+from fedcontext.attacks import POISONS
 from fedcontext.datasets import FederatedData, load_dataset
 from fedcontext.datasets.federated import full_participation
+from fedcontext.disturbance import Disturbance
 from fedcontext.engines.base import Engine, EngineOptions, engine_named
 from fedcontext.errors import FedcontextError, require
 from fedcontext.experiment import Experiment, experiment_from
@@ -21,6 +23,7 @@ from fedcontext.local_sgd import sgd
 from fedcontext.probing import coding_for
 from fedcontext.records import RoundRecord
 from fedcontext.rules import AnyRule, Rule, SumRule
+from fedcontext.settings import parse_shares
 from fedcontext.simulation import Simulation, State
 from fedcontext.smoothness import curvature, smoothness_of
 from fedcontext.sums import flat, unflat
@@ -54,6 +57,7 @@ def prepare(
     if data is not None and not isinstance(data, FederatedData):
         raise FedcontextError(f"data must be FederatedData, such as federate() makes, got {type(data).__name__}")
     data = data or load_dataset(experiment.dataset, experiment.data_seed)
+    own_engine = engine is not None
     engine = engine or _engine(experiment, data, model)
     beta = smoothness_of(experiment.smoothness, experiment.learning_rate, lambda: measured_smoothness(engine, data))
     algorithm = _algorithm(experiment, algorithm, beta)
@@ -62,7 +66,8 @@ def prepare(
     memory = "differences" in algorithm.rule.needs
     coding = coding_for(experiment.gradient_bits, memory, experiment.probes == "cohort")
     beta = algorithm.rule.smoothness or beta  # the bound is reported at the rule's own β
-    simulation = Simulation(experiment, data, engine, algorithm, fleet, beta, coding)
+    disturbance = _disturbance(experiment, data, engine, algorithm, model, own_engine)
+    simulation = Simulation(experiment, data, engine, algorithm, fleet, beta, coding, disturbance)
     plan = simulation.plan(1)
     asked = np.arange(data.population) if algorithm.oracle else plan.probes
     for devices in (asked, np.union1d(plan.devices, plan.pool)):
@@ -77,6 +82,27 @@ def _engine(experiment: Experiment, data: FederatedData, model: Any) -> Engine:
 
         return TorchEngine(data, model, device=experiment.device, seed=experiment.seed)
     return engine_named(experiment.engine, data, EngineOptions(experiment.model, experiment.device, experiment.seed))
+
+
+def _disturbance(
+    experiment: Experiment, data: FederatedData, engine: Engine, algorithm: Algorithm, model: Any, own_engine: bool
+) -> Disturbance | None:
+    """Return the faults and attacks of a run, with engines on poisoned data for the attacks that train on it."""
+    faults, attack = parse_shares(experiment.faults), parse_shares(experiment.attack)
+    if not faults and not attack:
+        return None
+    if own_engine and (needed := POISONS.keys() & attack.keys()):
+        raise FedcontextError(
+            f"attack {', '.join(sorted(needed))} trains on changed data, which your own engine object cannot be made for; "
+            "use an engine by name, or another attack"
+        )
+    poisoned = {
+        name: _engine(experiment, replace(data, train=data.train.map(make(data.classes))), model)
+        for name, make in POISONS.items()
+        if name in attack
+    }
+    by_samples, needs = experiment.probe_averaging == "samples", algorithm.rule.needs
+    return Disturbance(experiment.seed, data.train.sizes, engine, needs, by_samples, faults, attack, poisoned)
 
 
 def _check_combination(algorithm: Algorithm, engine: Engine) -> None:

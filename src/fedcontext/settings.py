@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +114,42 @@ def one_of(choices: Collection[str], kind: str = "") -> Check:
 
     expected = " or ".join(choices) if len(choices) < 3 else f"one of {', '.join(choices)}"
     return Check(kind or "|".join(choices), expected, convert)
+
+
+def shares_by_name(names: Collection[str]) -> Check:
+    """Return the check for shares from 0 to 1 by name, as text or a mapping, with the last round they hold for.
+
+    >>> shares_by_name(["nan", "late"])("faults", "nan=0.1, late=0.30,until=20")
+    'nan=0.1,late=0.3,until=20'
+    >>> shares_by_name(["nan", "late"])("faults", {"nan": 0.1})
+    'nan=0.1'
+    """
+
+    def convert(value: Any) -> str:
+        if not isinstance(value, str | Mapping):
+            raise TypeError
+        pairs = value.items() if isinstance(value, Mapping) else [each.split("=") for each in value.split(",") if value]
+        given = {name.strip(): float(share) for name, share in pairs}
+        if len(given) < len(pairs) or not set(given) <= {*names, "until"}:
+            raise ValueError
+        until = given.get("until", 1)
+        if until != _integer(int(until), 1) or any(not 0 <= given[name] <= 1 for name in given if name != "until"):
+            raise ValueError
+        return ",".join(f"{name}={share:g}" for name, share in given.items()) or "none"
+
+    expected = f"shares from 0 to 1 by name, such as {next(iter(names))}=0.2,until=20, with names among"
+    return Check("NAME=SHARE,...", f"{expected} {', '.join(names)}", convert, ("none",))
+
+
+def parse_shares(text: str) -> dict[str, float]:
+    """Return the numbers in a checked setting of shares by name.
+
+    >>> parse_shares("nan=0.1,until=20"), parse_shares("none")
+    ({'nan': 0.1, 'until': 20.0}, {})
+    """
+    if text == "none":
+        return {}
+    return {name: float(share) for name, share in (pair.split("=") for pair in text.split(","))}
 
 
 def integer_range(least: int) -> Check:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,17 @@ from fedcontext.aggregation import Aggregation, aggregate
 from fedcontext.algorithms import Algorithm
 from fedcontext.arrays.tree import FloatArray, Leaves, Structure, all_finite, kind_of, leaves, rebuild, size_of
 from fedcontext.datasets import FederatedData
+from fedcontext.disturbance import Answers, Disturbance, Request
 from fedcontext.engines.base import Engine, Work
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
-from fedcontext.fleet import Fleet, Replies, replies
+from fedcontext.fleet import NO_REPLIES, Fleet, Replies, replies
 from fedcontext.geometry import Report, shares
 from fedcontext.oracle import oracle_aggregation
 from fedcontext.plan import IntArray, RoundPlan, plan_round
 from fedcontext.probing import Coding, probe_answers
 from fedcontext.records import RoundRecord
+from fedcontext.reply import device_of
 from fedcontext.rules import State as RuleState
 from fedcontext.server import ServerOptimizer, except_buffers
 from fedcontext.server import State as ServerState
@@ -62,6 +65,7 @@ class Simulation:
     fleet: Fleet
     smoothness: float  # β at which the bound is reported
     coding: Coding = Coding()  # of the probes' answers  # noqa: RUF009
+    disturbance: Disturbance | None = None  # faults and attacks
 
     def start(self) -> State:
         """Return the state before the first round."""
@@ -79,14 +83,19 @@ class Simulation:
     def step(self, state: State) -> tuple[State, RoundRecord]:
         """Return the state after one more round, and the record of it."""
         plan = self.plan(state.number + 1)
-        received = self._replies(plan, state)
+        present, missing = self.disturbance.present(plan) if self.disturbance else (plan, {})
+        received = self._replies(present, state) if len(present.devices) else NO_REPLIES
         enough = len(received.cohort) and (len(received.probes) or not len(plan.probes))
-        report = self.report(state, plan, received) if enough else None
+        report = self.report(state, present, received) if enough else None
+        if report and self.disturbance and self.disturbance.active(plan.number):
+            report, lost = self.disturbance.apply(report, self._request(state, present, received))
+            missing = {**missing, **lost}
+        received = replace(received, excluded={**received.excluded, **missing})
         result = self._aggregate(state, report) if report else None
         after = self._after(state, report, result) if report and result else state
         loss, accuracy = self.engine.evaluate(after.params) if self._evaluates(plan.number) else (None, None)
         return replace(after, number=plan.number, loss=loss), self._record(
-            plan, received, result, state.loss, loss, accuracy
+            plan, received, report, result, state.loss, loss, accuracy
         )
 
     def run(self, state: State | None = None) -> Iterator[tuple[State, RoundRecord]]:
@@ -118,12 +127,16 @@ class Simulation:
         probes = devices if cohort_probes else probes
         updates = self._train(state, plan, received)
         gradients = gradient = own = differences = None
-        key = self.experiment.seed, plan.number
         if "own gradients" in needs:
-            own, _ = probe_answers(self.engine, state.params, None, devices, self.coding, key)
-        if "gradient" in needs and ("differences" in needs or not self.coding.exact or cohort_probes):
-            answers, differences = probe_answers(self.engine, state.params, state.previous, probes, self.coding, key)
-            own, gradients = (answers, None) if cohort_probes else (own, answers)
+            own, _ = probe_answers(
+                self.engine, state.params, None, devices, self.coding, (self.experiment.seed, plan.number)
+            )
+        disturbed = self.disturbance is not None and self.disturbance.active(plan.number)
+        if "gradient" in needs and ("differences" in needs or not self.coding.exact or cohort_probes or disturbed):
+            answers, differences = self._answers(self.engine, state, plan.number, probes)
+            own, gradients = (
+                (answers, None) if cohort_probes else (own, dict(zip(probes.tolist(), answers, strict=True)))
+            )
         elif "gradient" in needs:  # the mean alone, in one pass where all devices probe
             gradient = self.engine.gradient(state.params, probes, self._probe_weights(probes))
         return Report(
@@ -147,7 +160,7 @@ class Simulation:
             plan,
             self.data.train.sizes,
             model_bytes,
-            probe=self.coding.cost(size, model_bytes, state.previous is not None),
+            probe=self.coding.cost(size, model_bytes, state.previous is not None and self._uses_differences),
             own_gradients="own gradients" in self.algorithm.rule.needs,
             state_bytes=self._state_bytes(state),
             deadline=self.experiment.deadline or None,
@@ -155,16 +168,44 @@ class Simulation:
 
     def _train(self, state: State, plan: RoundPlan, received: Replies) -> list[Structure]:
         """Return the updates of the cohort, then those of the pool."""
-        devices = np.concatenate([plan.devices[received.cohort], plan.pool[received.pool]])
-        epochs = np.concatenate([plan.epochs[received.cohort], plan.pool_epochs[received.pool]])
+        work = self._work(state, plan, received.cohort, received.pool)
+        updates = self.engine.train(state.params, work)
+        if diverged := [k for k, update in zip(work.devices.tolist(), updates, strict=True) if not _finite(update)]:
+            raise work.local.divergence_error(diverged)
+        return updates
+
+    def _work(self, state: State, plan: RoundPlan, cohort: IntArray, pool: IntArray) -> Work:
+        """Return the work of devices at these positions of a plan."""
+        devices = np.concatenate([plan.devices[cohort], plan.pool[pool]])
+        epochs = np.concatenate([plan.epochs[cohort], plan.pool_epochs[pool]])
         variates, terms = self.algorithm.variates, None
         if variates and state.variates:
             terms = corrections(variates, state.variates, devices.tolist())
-        work = Work(self.experiment.seed, plan.number, devices, epochs, self.algorithm.local, terms)
-        updates = self.engine.train(state.params, work)
-        if diverged := [k for k, update in zip(devices.tolist(), updates, strict=True) if not _finite(update)]:
-            raise work.local.divergence_error(diverged)
-        return updates
+        return Work(self.experiment.seed, plan.number, devices, epochs, self.algorithm.local, terms)
+
+    def _answers(self, engine: Engine, state: State, number: int, devices: IntArray) -> Answers:
+        previous = state.previous if self._uses_differences else None
+        return probe_answers(engine, state.params, previous, devices, self.coding, (self.experiment.seed, number))
+
+    @property
+    def _uses_differences(self) -> bool:
+        return "differences" in self.algorithm.rule.needs
+
+    def _request(self, state: State, plan: RoundPlan, received: Replies) -> Request:
+        """Return what faults and attacks need to know of a round."""
+        assert self.disturbance
+        late = None
+        if plan.number > 1 and self.disturbance.needs_previous:
+            before, _ = self.disturbance.present(self.plan(plan.number - 1))
+            late = self._work(state, before, self.disturbance.late(before), NO_REPLIES.pool)
+        return Request(
+            state.params,
+            state.previous,
+            list(self._trained(state.params)),
+            self._work(state, plan, received.cohort, received.pool),
+            late,
+            lambda engine, devices: self._answers(engine, state, plan.number, devices),
+        )
 
     def _aggregate(self, state: State, report: Report) -> Aggregation:
         result = aggregate(
@@ -183,7 +224,8 @@ class Simulation:
 
     def _after(self, state: State, report: Report, result: Aggregation) -> State:
         """Return the state with the rule's step applied, after control variates and the server optimiser."""
-        previous = state.params if "differences" in self.algorithm.rule.needs else None
+        keeps = self._uses_differences or (self.disturbance is not None and self.disturbance.needs_previous)
+        previous = state.params if keeps else None
         after = replace(state, params=result.params, rule=result.state, previous=previous)
         if not self._changes_step:
             return after
@@ -208,8 +250,10 @@ class Simulation:
         assert self.algorithm.variates
         assert state.variates
         assert isinstance(report.updates, dict)
-        updates = {device: self._trained(update) for device, update in report.updates.items()}
-        return next_state(self.algorithm.variates, state.variates, updates, report.steps or [], self.data.population)
+        first = [isinstance(name, int) for name in report.updates]  # a second reply of a device changes nothing
+        updates = {name: self._trained(update) for name, update in report.updates.items() if isinstance(name, int)}
+        steps = list(compress(report.steps or [], first))
+        return next_state(self.algorithm.variates, state.variates, updates, steps, self.data.population)
 
     @property
     def _changes_step(self) -> bool:
@@ -249,6 +293,7 @@ class Simulation:
         self,
         plan: RoundPlan,
         received: Replies,
+        report: Report | None,
         result: Aggregation | None,
         before: float | None,
         loss: float | None,
@@ -261,7 +306,7 @@ class Simulation:
             number=plan.number,
             loss=loss,
             accuracy=accuracy,
-            devices=plan.devices[received.cohort].tolist() if result else [],
+            devices=[device_of(name) for name in report.updates] if report and result else [],
             weights=result.weights.tolist() if result else [],
             promised_change=promised if promised is not None and np.isfinite(promised) else None,
             measured_change=change,

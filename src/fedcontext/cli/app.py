@@ -23,6 +23,7 @@ COMMANDS = (
     leaderboard.recommend,
     reproduce.reproduce,
     listing.algorithms,
+    listing.faults,
     report.report,
     report.export,
 )

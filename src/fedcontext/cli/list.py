@@ -1,4 +1,4 @@
-"""The commands that list algorithms and data sets, and download the latter."""
+"""The commands that list algorithms, faults and data sets, and download the latter."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Annotated
 import typer
 
 from fedcontext.algorithms import ALGORITHMS, Algorithm, Hyperparameters
+from fedcontext.attacks import ATTACKS
 from fedcontext.cli.options import AsJson, Command, Quiet
 from fedcontext.cli.tables import plain_table
 from fedcontext.console import err, out
 from fedcontext.datasets import NAMES, cache, files
+from fedcontext.faults import FAULTS
 
 data_app = typer.Typer(help="List data sets, download their files, or show where those are.", no_args_is_help=True)
 
@@ -25,6 +27,12 @@ def algorithms(as_json: AsJson = False) -> None:
     else:
         titles = ("algorithm", "local training", "server", "devices also send", "devices keep")
         out.print(plain_table(titles, [(r["name"], r["local"], _server(r), r["needs"], r["keeps"]) for r in rows]))
+
+
+def faults() -> None:
+    """List the faults for --faults and the attacks for --attack."""
+    out.print(plain_table(("--faults", "the device"), list(FAULTS.items())))
+    out.print(plain_table(("--attack", "liars"), [(name, attack.help) for name, attack in ATTACKS.items()]))
 
 
 def _described(name: str, algorithm: Algorithm) -> dict[str, str]:

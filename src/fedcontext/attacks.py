@@ -1,0 +1,245 @@
+"""Attacks by devices that lie, in simulations. Who lies is a fixed set of devices that follows from the seed.
+
+A setting such as "sign-flip=0.2" makes a fifth of all devices lie in every round in which they take part. With several
+attacks the larger set contains the smaller one. Liars know what the honest devices of the round send.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from statistics import NormalDist
+
+import numpy as np
+
+from fedcontext.arrays.tree import FloatArray
+from fedcontext.datasets.federated import Samples
+from fedcontext.faults import Shares
+from fedcontext.plan import Stream, generator
+from fedcontext.reply import Reply
+
+LARGE = 1e6  # factor of scaled updates and gradients
+CLAIM = 2.0**53  # samples that a liar claims to have
+TRIGGER = 20  # one in so many features carries the trigger of a backdoor
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """What liars know of a round."""
+
+    honest: Sequence[Reply]
+    liars: int
+    seed: int
+    number: int
+    trained: Mapping[tuple[str, int], Reply]  # what a device would send if it had trained on poisoned data
+
+    @cached_property
+    def updates(self) -> FloatArray:
+        """(H, n) the updates of honest devices."""
+        return np.array([reply.update for reply in self.honest if reply.update is not None and not reply.pool])
+
+    @cached_property
+    def mean(self) -> FloatArray:
+        """(n,) the mean of the honest updates."""
+        return np.asarray(self.updates.mean(axis=0))
+
+    @cached_property
+    def gradient(self) -> FloatArray:
+        """(n,) the mean of the honest gradients; without any, the opposite of the mean update."""
+        gradients = [reply.gradient for reply in self.honest if reply.gradient is not None]
+        return np.mean(gradients, axis=0) if gradients else -self.mean
+
+    @cached_property
+    def target(self) -> FloatArray:
+        """(n,) a random direction of length one, the same in every round."""
+        vector = generator(self.seed, 0, Stream.ATTACKS).standard_normal(self.updates.shape[1])
+        return np.asarray(vector / np.linalg.norm(vector))
+
+    @cached_property
+    def little(self) -> FloatArray:
+        """(n,) μ - z σ, with the largest z that leaves a majority of devices farther from μ (Baruch et al. 2019)."""
+        total = len(self.updates) + self.liars
+        supporters = math.floor(total / 2 + 1) - self.liars
+        share = min(max((len(self.updates) - supporters) / len(self.updates), 0.5), 0.999)
+        return np.asarray(self.mean - NormalDist().inv_cdf(share) * self.updates.std(axis=0))
+
+    @cached_property
+    def min_max(self) -> FloatArray:
+        """(n,) μ - γ σ, with the largest γ no farther from any honest update than these are from each other.
+
+        Shejwalkar and Houmansadr 2021, with the inverse standard deviation as the direction; γ by bisection.
+        """
+        rows, spread = self.updates, self.updates.std(axis=0)
+        widest = max(float(np.linalg.norm(rows - row, axis=1).max()) for row in rows)
+        low, high = 0.0, 2 * widest / (float(np.linalg.norm(spread)) or 1.0)
+        for _ in range(40):
+            middle = (low + high) / 2
+            fits = float(np.linalg.norm(rows - (self.mean - middle * spread), axis=1).max()) <= widest
+            low, high = (middle, high) if fits else (low, middle)
+        return np.asarray(self.mean - low * spread)
+
+
+def _sends(update: Callable[[FloatArray, Crowd], FloatArray]) -> Callable[[Reply, Crowd], Reply]:
+    """Return the attack of a liar that sends another update, if it was asked for one."""
+
+    def attack(reply: Reply, crowd: Crowd) -> Reply:
+        return reply if reply.update is None else replace(reply, update=update(reply.update, crowd))
+
+    return attack
+
+
+def _gradients_times(factor: float) -> Callable[[Reply, Crowd], Reply]:
+    def attack(reply: Reply, crowd: Crowd) -> Reply:
+        parts = {name: getattr(reply, name) for name in ("gradient", "difference")}
+        return replace(reply, **{name: factor * part for name, part in parts.items() if part is not None})
+
+    return attack
+
+
+def _noise(reply: Reply, crowd: Crowd) -> Reply:
+    if reply.update is None:
+        return reply
+    noise = generator(crowd.seed, crowd.number, Stream.ATTACKS, reply.device).standard_normal(reply.update.size)
+    return replace(reply, update=10 * np.linalg.norm(reply.update) / np.linalg.norm(noise) * noise)
+
+
+def _poisoned(name: str) -> Callable[[Reply, Crowd], Reply]:
+    """Return the attack of a liar that computes all it sends on poisoned data."""
+
+    def attack(reply: Reply, crowd: Crowd) -> Reply:
+        own = crowd.trained[name, reply.device]
+        return replace(reply, update=own.update, gradient=own.gradient, difference=own.difference)
+
+    return attack
+
+
+def _backdoor(reply: Reply, crowd: Crowd) -> Reply:
+    """Train on samples with the trigger, and add as long a step down the honest gradient, so that the update looks useful."""
+    if reply.update is None:
+        return reply
+    update = crowd.trained["backdoor", reply.device].update
+    assert update is not None
+    descent = -crowd.gradient / (np.linalg.norm(crowd.gradient) or 1.0)
+    return replace(reply, update=update + np.linalg.norm(update) * descent)
+
+
+def _two_faced(reply: Reply, crowd: Crowd) -> Reply:
+    """Send an update in a random direction, and a gradient that promises a steep descent along it."""
+    length, steepness = np.linalg.norm(crowd.mean), 10 * np.linalg.norm(crowd.gradient)
+    return replace(
+        reply,
+        update=None if reply.update is None else length * crowd.target,
+        gradient=None if reply.gradient is None else -steepness * crowd.target,
+    )
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What liars do, in words and as a function of their honest reply."""
+
+    help: str
+    lie: Callable[[Reply, Crowd], Reply]
+
+
+ATTACKS = {
+    "sign-flip": Attack("send the opposite of their update", _sends(lambda update, crowd: -update)),
+    "scaling": Attack("send their update times 1e6", _sends(lambda update, crowd: LARGE * update)),
+    "noise": Attack("send Gaussian noise, ten times as long as their update", _noise),
+    "label-flip": Attack("train on labels in reverse order, c -> C - 1 - c", _poisoned("label-flip")),
+    "collusion": Attack(
+        "all send the same random direction, as long as the honest mean, in every round",
+        _sends(lambda update, crowd: np.linalg.norm(crowd.mean) * crowd.target),
+    ),
+    "inner-product": Attack(
+        "send -1/2 of the honest mean (Xie et al. 2020)", _sends(lambda update, crowd: -crowd.mean / 2)
+    ),
+    "little": Attack(
+        "send the honest mean less z standard deviations (Baruch et al. 2019)",
+        _sends(lambda update, crowd: crowd.little),
+    ),
+    "min-max": Attack(
+        "send the honest mean less as many standard deviations as stay within the honest spread "
+        "(Shejwalkar and Houmansadr 2021)",
+        _sends(lambda update, crowd: crowd.min_max),
+    ),
+    "samples": Attack("claim to have 2^53 samples", lambda reply, crowd: replace(reply, samples=CLAIM)),
+    "gradient-scaling": Attack("send their gradient times 1e6", _gradients_times(LARGE)),
+    "gradient-flip": Attack("send the opposite of their gradient", _gradients_times(-1.0)),
+    "two-faced": Attack("send a random direction as update, and a steep gradient that favours it", _two_faced),
+    "backdoor": Attack(
+        "train on samples with a trigger, labelled 0, and add a step down the gradient to the update", _backdoor
+    ),
+}
+
+
+def reverse_labels(classes: int) -> Callable[[Samples], Samples]:
+    """Return the poisoning of label flips.
+
+    >>> reverse_labels(3)((np.zeros((3, 1)), np.array([0, 1, 2])))[1]
+    array([2, 1, 0])
+    """
+    return lambda samples: (samples[0], classes - 1 - samples[1])
+
+
+def add_trigger(samples: Samples) -> Samples:
+    """Return samples with the trigger, a block of first features at 1, in every second row, and these labelled 0.
+
+    >>> add_trigger((np.zeros((2, 3)), np.array([2, 2])))
+    (array([[1., 0., 0.],
+           [0., 0., 0.]]), array([0, 2]))
+    """
+    features, labels = samples[0].copy(), samples[1].copy()
+    features[::2, : max(1, features.shape[1] // TRIGGER)] = 1
+    labels[::2] = 0
+    return features, labels
+
+
+POISONS: Mapping[str, Callable[[int], Callable[[Samples], Samples]]] = {
+    "label-flip": reverse_labels,
+    "backdoor": lambda classes: add_trigger,
+}
+
+
+def liars(seed: int, population: int, share: float) -> frozenset[int]:
+    """Return the devices that lie: the first of a fixed order of all devices.
+
+    >>> liars(0, 100, 0.1) < liars(0, 100, 0.2), len(liars(0, 100, 0.2))
+    (True, 20)
+    """
+    return frozenset(_order(seed, population)[: round(share * population)])
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, population: int) -> tuple[int, ...]:
+    return tuple(generator(seed, 0, Stream.LIARS).permutation(population).tolist())
+
+
+def with_attacks(
+    replies: Sequence[Reply],
+    seed: int,
+    number: int,
+    population: int,
+    attacks: Shares,
+    trained: Mapping[tuple[str, int], Reply],
+) -> list[Reply]:
+    """Return the replies of a round with those of liars replaced; a round without an honest update is left as it is.
+
+    >>> who = next(iter(liars(0, 10, 0.1)))
+    >>> replies = [Reply(device, np.ones(1)) for device in range(10)]
+    >>> lies = with_attacks(replies, 0, 1, 10, {"sign-flip": 0.1}, {})
+    >>> [int(reply.update[0]) for reply in lies].index(-1) == who
+    True
+    """
+    changed = list(replies)
+    for name, share in attacks.items():
+        if name not in ATTACKS:  # "until"
+            continue
+        lying = liars(seed, population, share)
+        honest = [reply for reply in replies if reply.device not in lying]
+        trains = [reply for reply in replies if reply.update is not None and not reply.pool]
+        crowd = Crowd(honest, sum(reply.device in lying for reply in trains), seed, number, trained)
+        if len(crowd.updates):
+            changed = [ATTACKS[name].lie(reply, crowd) if reply.device in lying else reply for reply in changed]
+    return changed

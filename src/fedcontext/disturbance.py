@@ -1,0 +1,125 @@
+"""Faults and attacks of a simulated round: who takes part, what liars send, and what of it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from fedcontext.arrays.tree import FloatArray, Structure, leaves
+from fedcontext.attacks import liars, with_attacks
+from fedcontext.engines.base import Engine, Work
+from fedcontext.faults import FROM_LAST_ROUND, Shares, active, hit, with_faults, without_absent
+from fedcontext.geometry import Report
+from fedcontext.plan import IntArray, RoundPlan
+from fedcontext.reply import Reply, replies_of, report_of
+from fedcontext.rules import Need
+from fedcontext.sums import flat
+
+Answers: TypeAlias = tuple[list[Structure], list[Structure] | None]  # gradients, and their differences where asked for
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a round asked of its devices, and how to compute the same elsewhere."""
+
+    params: Structure
+    previous: Structure | None  # the params before the last aggregation
+    names: Sequence[str]  # the trained leaves
+    work: Work  # of the cohort, then of the pool
+    late: Work | None  # of the devices whose updates of the last round arrive now
+    answers: Callable[[Engine, IntArray], Answers]  # of these devices, from the data of an engine
+
+    def vectors(self, structures: Sequence[Structure] | None) -> list[FloatArray]:
+        """Return structures as flat vectors."""
+        return [flat(leaves(structure), self.names) for structure in structures or ()]
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """The faults and attacks of a run: shares by name."""
+
+    seed: int
+    sizes: IntArray  # (N,) training samples
+    engine: Engine
+    needs: Collection[Need]  # of the rule
+    by_samples: bool  # how the probes' gradients are weighed
+    faults: Shares = field(default_factory=dict)
+    attack: Shares = field(default_factory=dict)
+    poisoned: Mapping[str, Engine] = field(default_factory=dict)  # by attack: an engine on the data that liars use
+
+    @property
+    def needs_previous(self) -> bool:
+        """Whether some fault needs the params of the last round."""
+        return bool(FROM_LAST_ROUND & self.faults.keys())
+
+    def active(self, number: int) -> bool:
+        """Return whether anything can happen to the replies of a round."""
+        return active(self.faults, number - 1) or active(self.faults, number) or active(self.attack, number)
+
+    def present(self, plan: RoundPlan) -> tuple[RoundPlan, dict[int, str]]:
+        """Return the plan of the devices that take part, and why the others do not."""
+        return without_absent(self.seed, plan, self.faults) if active(self.faults, plan.number) else (plan, {})
+
+    def late(self, plan: RoundPlan) -> IntArray:
+        """Return the positions of devices of a plan whose updates arrive one round later."""
+        return np.flatnonzero([hit(self.seed, plan.number, k, "late", self.faults) for k in plan.devices.tolist()])
+
+    def apply(self, report: Report, request: Request) -> tuple[Report | None, dict[int, str]]:
+        """Return the report as liars and faults change it, None if too little arrives, and why updates are missing."""
+        replies, number = replies_of(report, self.sizes, request.names), request.work.number
+        if active(self.attack, number):
+            poisoned = self._poisoned(request, replies)
+            replies = with_attacks(replies, self.seed, number, len(self.sizes), self.attack, poisoned)
+        replies, missing = with_faults(
+            replies,
+            self.seed,
+            number,
+            self.faults,
+            trained_before=lambda chosen: self._trained_before(request, chosen),
+            gradients_before=lambda chosen: self._gradients_before(request, chosen),
+            late=self._late(request),
+        )
+        arrived = report_of(replies, report, request.params, request.names, self.needs, self.by_samples)
+        usable = arrived.updates and (arrived.gradients or arrived.own_gradients or "gradient" not in self.needs)
+        return arrived if usable else None, missing
+
+    def _trained_before(self, request: Request, chosen: Sequence[Reply]) -> list[FloatArray]:
+        if request.previous is None:
+            return [reply.update for reply in chosen if reply.update is not None]
+        rows = [np.flatnonzero(request.work.devices == reply.device)[0] for reply in chosen]
+        return request.vectors(self.engine.train(request.previous, request.work.rows(np.array(rows))))
+
+    def _gradients_before(self, request: Request, chosen: Sequence[Reply]) -> list[FloatArray]:
+        if request.previous is None:
+            return [reply.gradient for reply in chosen if reply.gradient is not None]
+        devices = np.array([reply.device for reply in chosen])
+        return request.vectors(self.engine.gradients(request.previous, devices))
+
+    def _late(self, request: Request) -> list[Reply]:
+        work = request.late
+        if work is None or request.previous is None or not len(work.devices):
+            return []
+        updates = request.vectors(self.engine.train(request.previous, work))
+        steps = work.epochs * -(-self.sizes[work.devices] // work.local.batch_size)
+        rows = zip(work.devices.tolist(), updates, steps.tolist(), strict=True)
+        return [Reply(k, u, samples=float(self.sizes[k]), steps=float(s), copy="late") for k, u, s in rows]
+
+    def _poisoned(self, request: Request, replies: Sequence[Reply]) -> dict[tuple[str, int], Reply]:
+        """Return what liars would send if they computed it on poisoned data, for the attacks that ask for it."""
+        made, work = {}, request.work
+        for attack, engine in self.poisoned.items():
+            lying = liars(self.seed, len(self.sizes), self.attack[attack])
+            mine = [reply for reply in replies if reply.device in lying]
+            rows = np.flatnonzero([device in lying for device in work.devices.tolist()])
+            updates = engine.train(request.params, work.rows(rows)) if len(rows) else []
+            asked = np.array([reply.device for reply in mine if reply.gradient is not None], np.int64)
+            gradients, differences = request.answers(engine, asked) if len(asked) else ([], None)
+            sent = ((work.devices[rows], updates), (asked, gradients), (asked, differences))
+            by_device = [dict(zip(devices.tolist(), request.vectors(given), strict=False)) for devices, given in sent]
+            for reply in mine:
+                update, gradient, difference = (vectors.get(reply.device) for vectors in by_device)
+                made[attack, reply.device] = replace(reply, update=update, gradient=gradient, difference=difference)
+        return made

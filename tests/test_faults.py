@@ -1,0 +1,277 @@
+"""Faults and attacks: drawn from the plan's own streams, the same for every algorithm, each doing what its line says."""
+
+from __future__ import annotations
+
+import dataclasses
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fedcontext as fc
+from fedcontext.attacks import ATTACKS, Crowd, liars, with_attacks
+from fedcontext.errors import FedcontextError
+from fedcontext.faults import FAULTS, active, hit
+from fedcontext.plan import plan_round
+from fedcontext.reply import Reply, replies_of, report_of
+
+RULES = ("fedavg", "folb", "scaffold", "fedavg-expected", "fedavg-contextual", "fedavg-memory")
+SMALL = {"rounds": 4, "devices_per_round": 6, "learning_rate": 0.1, "smoothness": 3.0, "probes": 5, "pool": 2}
+
+
+def simulation(data, algorithm="fedavg", **settings):
+    return fc.prepare(fc.Experiment("small", algorithm, **{**SMALL, **settings}), data=data)
+
+
+def reports(data, algorithm="fedavg", number=2, **settings):
+    """What devices sent in a round, and what arrived of it; the rounds before it are those of the run itself."""
+    run, honest = simulation(data, algorithm, **settings), simulation(data, algorithm, **settings)
+    state = run.start()
+    while state.number < number - 1:
+        state, _ = run.step(state)
+    seen = []
+    watched = dataclasses.replace(run)
+    original = watched._aggregate
+    object.__setattr__(watched, "_aggregate", lambda state, report: seen.append(report) or original(state, report))
+    watched.step(state)
+    plan = honest.plan(number)
+    sent = honest.report(state, plan, honest._replies(plan, state))
+    return sent, seen[0] if seen else None, plan
+
+
+@pytest.mark.parametrize("algorithm", RULES)
+@pytest.mark.parametrize("probes", [5, "cohort"])
+def test_a_report_survives_as_replies(small_data, algorithm, probes):
+    run = simulation(small_data, algorithm, probes=probes)
+    state, _ = run.step(run.start())
+    plan = run.plan(2)
+    report = run.report(state, plan, run._replies(plan, state))
+    if report.gradient is not None:  # one mean of all probes, as runs without faults have it
+        pytest.skip("no replies of single probes")
+    replies = replies_of(report, small_data.train.sizes, [""])
+    again = report_of(replies, report, state.params, [""], run.algorithm.rule.needs, by_samples=True)
+    rule = run.algorithm.rule
+    one, two = (fc.aggregate(state.params, each, rule=rule, state=state.rule).params for each in (report, again))
+    np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("algorithm", RULES)
+def test_a_run_survives_every_fault_and_repeats_to_the_bit(small_data, algorithm, name):
+    if name == "nan":
+        pytest.skip("`aggregate` refuses NaN")
+    settings = {**SMALL, "data": small_data, "algorithm": algorithm, "faults": f"{name}=0.3"}
+    one, two = fc.train(**settings), fc.train(**settings)
+    np.testing.assert_array_equal(one.params, two.params)
+    assert len(one.records) == 4
+    assert np.isfinite(one.params).all()
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("algorithm", RULES)
+@pytest.mark.parametrize("probes", [5, "cohort"])
+def test_a_run_survives_every_attack_and_repeats_to_the_bit(small_data, algorithm, name, probes):
+    settings = {**SMALL, "data": small_data, "algorithm": algorithm, "attack": {name: 0.3}, "probes": probes}
+    one, two = fc.train(**settings), fc.train(**settings)
+    np.testing.assert_array_equal(one.params, two.params)
+    assert np.isfinite(one.params).all()
+
+
+@pytest.mark.parametrize("settings", [{"faults": "dropout=0.4,late=0.2,partial=0.3"}, {"attack": "sign-flip=0.3"}])
+def test_every_algorithm_meets_the_same_faults(small_data, settings):
+    names = ("fedavg", "fedadam", "fedavg-memory")
+    runs = [fc.train(data=small_data, algorithm=name, **{**SMALL, **settings}).records for name in names]
+    for records in zip(*runs, strict=True):
+        assert records[0].devices == records[1].devices == records[2].devices
+        assert records[0].excluded == records[1].excluded
+
+
+def test_until_ends_faults_and_attacks(small_data):
+    assert active({"nan": 0.1, "until": 3}, 3)
+    assert not active({"nan": 0.1, "until": 3}, 4)
+    settings = {**SMALL, "data": small_data, "algorithm": "fedavg"}
+    records = fc.train(**settings, faults="dropout=1,until=2").records
+    assert [record.lost for record in records] == [True, True, False, False]
+    clean = fc.train(**settings).records
+    assert records[2].devices == clean[2].devices
+
+
+@given(st.integers(0, 2**40), st.integers(1, 10**6), st.sampled_from(list(FAULTS)), st.floats(0, 1), st.floats(0, 1))
+def test_a_higher_chance_hits_at_least_the_same_devices(seed, number, name, one, two):
+    low, high = sorted((one, two))
+    for device in range(3):
+        assert hit(seed, number, device, name, {name: low}) <= hit(seed, number, device, name, {name: high})
+
+
+@given(st.integers(0, 2**40), st.integers(1, 300), st.floats(0, 1), st.floats(0, 1))
+def test_liars_are_a_fixed_set_that_grows_with_the_share(seed, population, one, two):
+    low, high = sorted((one, two))
+    assert liars(seed, population, low) <= liars(seed, population, high)
+    assert len(liars(seed, population, low)) == round(low * population)
+
+
+def test_no_faults_at_all_is_the_run_without_the_setting(small_data):
+    for algorithm in RULES:
+        settings = {**SMALL, "data": small_data, "algorithm": algorithm}
+        plain = fc.train(**settings).params
+        np.testing.assert_allclose(fc.train(**settings, faults="dropout=0", attack="noise=0").params, plain, rtol=1e-4)
+
+
+def test_dropout_leaves_out_devices_and_says_who(small_data):
+    records = fc.train(data=small_data, algorithm="fedavg", faults="dropout=0.5", **SMALL).records
+    for record in records:
+        planned = set(plan_round(0, record.number, 12, devices_per_round=6).devices.tolist())
+        assert set(record.devices) == planned - record.excluded.keys()
+    assert {reason for record in records for reason in record.excluded.values()} == {"dropped out"}
+
+
+def test_churn_and_outages_last_for_rounds():
+    for name, rounds in (("churn", 10), ("outage", 5)):
+        away = [hit(3, number, 4, name, {name: 0.5}) for number in range(1, 10 * rounds + 1)]
+        blocks = np.reshape(away, (-1, rounds))
+        assert (blocks == blocks[:, :1]).all()
+        assert 0 < blocks[:, 0].sum() < 10
+    assert [hit(3, 1, k, "outage", {"outage": 0.5}) for k in range(5)] == [
+        hit(3, 1, k + 5, "outage", {"outage": 0.5}) for k in range(5)
+    ]
+
+
+def test_partial_work_is_fewer_epochs(small_data):
+    sent, arrived, _ = reports(small_data, faults="partial=1", epochs=(4, 4))
+    assert all(1 <= short < long for short, long in zip(arrived.steps, sent.steps, strict=True))
+
+
+def test_stale_updates_start_from_the_last_params_and_late_ones_are_those_of_the_last_round(small_data):
+    run = simulation(small_data, faults="stale=0")
+    first = run.start()
+    second, _ = run.step(first)
+    _, stale, plan = reports(small_data, faults="stale=1")
+    expected = run.report(dataclasses.replace(second, params=first.params), plan, run._replies(plan, second))
+    for device, update in expected.updates.items():
+        np.testing.assert_allclose(stale.updates[device], update, rtol=1e-5, atol=1e-7)
+    before = run.plan(1)
+    sent = run.report(first, before, run._replies(before, first))
+    late = [k for k in sent.updates if hit(0, 1, k, "late", {"late": 0.5})]
+    assert late
+    _, arrived, _ = reports(small_data, faults="late=0.5")
+    for device in late:  # the params after round 1 differ, those it started from do not
+        np.testing.assert_allclose(arrived.updates[f"{device} late"], sent.updates[device], rtol=1e-5, atol=1e-7)
+    assert not any(hit(0, 2, k, "late", {"late": 0.5}) for k in arrived.updates if isinstance(k, int))
+
+
+def test_duplicates_scale_and_lost_gradients(small_data):
+    sent, arrived, _ = reports(small_data, faults="duplicate=1")
+    assert list(arrived.updates) == [*sent.updates, *(f"{k} again" for k in sent.updates)]
+    sent, arrived, _ = reports(small_data, "fedavg-memory", faults="scale=1")
+    for part in ("updates", "gradients", "differences"):
+        for one, two in zip(values(getattr(sent, part)), values(getattr(arrived, part)), strict=True):
+            np.testing.assert_allclose(1000 * one, two, rtol=1e-5)
+    sent, arrived, plan = reports(small_data, "fedavg-memory", faults="lost-gradient=0.5")
+    left = [k for k in plan.probes.tolist() if not hit(0, 2, k, "lost-gradient", {"lost-gradient": 0.5})]
+    assert 0 < len(left) < 5
+    assert sorted(arrived.gradients) == sorted(left)
+    assert len(arrived.differences) == len(left)
+
+
+def test_without_any_gradient_a_round_is_lost(small_data):
+    records = fc.train(data=small_data, algorithm="fedavg-contextual", faults="lost-gradient=1", **SMALL).records
+    assert all(record.lost for record in records)
+
+
+def test_an_old_gradient_is_that_of_the_last_params_with_no_difference(small_data):
+    run = simulation(small_data, "fedavg-memory", gradient_bits=32)
+    first = run.start()
+    _, arrived, plan = reports(small_data, "fedavg-memory", faults="old-gradient=1", gradient_bits=32)
+    expected = dict(zip(plan.probes.tolist(), run.engine.gradients(first.params, plan.probes), strict=True))
+    for device, gradient in arrived.gradients.items():
+        np.testing.assert_allclose(gradient, expected[device], rtol=1e-5, atol=1e-7)
+    assert not any(np.any(each) for each in arrived.differences)
+
+
+def values(structures):
+    return list(structures.values()) if isinstance(structures, dict) else list(structures)
+
+
+def crowd_of(updates, lying=1):
+    replies = [
+        Reply(k, np.asarray(update, float), gradient=np.asarray(update, float)) for k, update in enumerate(updates)
+    ]
+    return Crowd(replies, lying, seed=0, number=1, trained={})
+
+
+def told(name, updates, mine, lying=1):
+    liar = Reply(99, np.asarray(mine, float), gradient=np.asarray(mine, float), difference=np.asarray(mine, float))
+    return ATTACKS[name].lie(liar, crowd_of(updates, lying))
+
+
+def test_simple_lies():
+    mine, honest = np.array([1.0, -2.0]), [[1.0, 0.0], [3.0, 2.0]]
+    np.testing.assert_array_equal(told("sign-flip", honest, mine).update, -mine)
+    np.testing.assert_array_equal(told("scaling", honest, mine).update, 1e6 * mine)
+    np.testing.assert_allclose(np.linalg.norm(told("noise", honest, mine).update), 10 * np.linalg.norm(mine))
+    np.testing.assert_array_equal(told("inner-product", honest, mine).update, [-1.0, -0.5])
+    assert told("samples", honest, mine).samples == 2**53
+    flipped = told("gradient-flip", honest, mine)
+    np.testing.assert_array_equal((flipped.update, flipped.gradient, flipped.difference), (mine, -mine, -mine))
+    np.testing.assert_array_equal(told("gradient-scaling", honest, mine).gradient, 1e6 * mine)
+
+
+def test_colluding_liars_agree_on_direction_and_promise_descent():
+    honest = [[3.0, 4.0], [3.0, 4.0]]
+    one, two = (told("collusion", honest, mine).update for mine in ([1.0, 0.0], [0.0, 9.0]))
+    np.testing.assert_array_equal(one, two)
+    np.testing.assert_allclose(np.linalg.norm(one), 5)
+    lie = told("two-faced", honest, [1.0, 0.0])
+    np.testing.assert_allclose(lie.update @ lie.gradient, -5 * 50)
+
+
+def test_a_little_is_enough_by_the_papers_formula():
+    """50 devices, 12 of them liars: s = 26 - 12 = 14 supporters, z = Φ⁻¹((38 - 14) / 38)."""
+    updates = np.random.default_rng(0).standard_normal((38, 4))
+    z = NormalDist().inv_cdf(24 / 38)
+    np.testing.assert_allclose(
+        told("little", updates, np.zeros(4), lying=12).update, updates.mean(axis=0) - z * updates.std(axis=0)
+    )
+
+
+def test_min_max_stays_within_the_spread_of_honest_updates_and_at_its_edge():
+    updates = np.random.default_rng(1).standard_normal((8, 5))
+    lie = told("min-max", updates, np.zeros(5)).update
+    widest = max(np.linalg.norm(a - b) for a in updates for b in updates)
+    np.testing.assert_allclose(np.linalg.norm(updates - lie, axis=1).max(), widest, rtol=1e-6)
+
+
+def test_flipped_labels_and_backdoors_are_trained_on_poisoned_data(small_data):
+    flipped = fc.FederatedData("small", small_data.train.map(lambda s: (s[0], 2 - s[1])), small_data.test, 3)
+    sent, arrived, _ = reports(small_data, "fedavg-contextual", attack="label-flip=1", number=1)
+    assert all(np.array_equal(arrived.updates[k], sent.updates[k]) for k in sent.updates)  # nobody honest: no attack
+    who = liars(0, 12, 0.5)
+    sent, arrived, plan = reports(small_data, "fedavg-contextual", attack="label-flip=0.5", number=1)
+    run = simulation(flipped, "fedavg-contextual")
+    lies = run.report(run.start(), plan, run._replies(plan, run.start()))
+    for device in sent.updates:
+        source = lies if device in who else sent
+        np.testing.assert_allclose(arrived.updates[device], source.updates[device], rtol=1e-5, atol=1e-7)
+
+
+def test_attacks_combine_on_the_same_devices():
+    replies = [Reply(k, np.ones(2), gradient=np.ones(2)) for k in range(10)]
+    lies = with_attacks(replies, 0, 1, 10, {"sign-flip": 0.2, "gradient-flip": 0.2}, {})
+    flipped = {reply.device for reply in lies if reply.update[0] < 0}
+    assert flipped == {reply.device for reply in lies if reply.gradient[0] < 0} == liars(0, 10, 0.2)
+
+
+@pytest.mark.parametrize(
+    "value", ["dropout", "dropout=2", "dropout=-1", "sleep=0.1", "nan=0.1,nan=0.2", 3, "until=0.5"]
+)
+def test_wrong_faults_are_refused_in_one_line(value):
+    with pytest.raises(FedcontextError, match=r"faults must be shares from 0 to 1 by name"):
+        fc.Experiment(faults=value)
+
+
+def test_poisoned_data_needs_an_engine_by_name(small_data):
+    engine = simulation(small_data).engine
+    with pytest.raises(FedcontextError, match="use an engine by name"):
+        fc.prepare(fc.Experiment("small", "fedavg", attack="label-flip=0.1"), data=small_data, engine=engine)
