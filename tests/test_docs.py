@@ -99,7 +99,8 @@ def test_every_public_name_is_in_the_api_reference():
 
 def test_every_rule_is_on_the_page_of_rules():
     page = (DOCS / "guide" / "rules.md").read_text("utf-8")
-    rules = set(fc.EXPORTS["rules"]) - {"Rule", "SumRule", "bound", "stateless"} | {"contextual_memory"}
+    helpers = {"Rule", "SumRule", "CoordinateRule", "bound", "stateless"}
+    rules = {*fc.EXPORTS["rules"], *fc.EXPORTS["robust"], "contextual_memory"} - helpers
     assert [rule for rule in rules if f"`{rule}(" not in page] == []
 
 

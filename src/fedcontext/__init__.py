@@ -29,7 +29,17 @@ EXPORTS = {
     "plan": ["RoundPlan", "plan_round"],
     "records": ["RoundRecord", "read_run", "write_records"],
     "results.export": ["load_runs"],
+    "robust": [
+        "coordinate_median",
+        "fltrust",
+        "geometric_median",
+        "krum",
+        "multi_krum",
+        "norm_clipping",
+        "trimmed_mean",
+    ],
     "rules": [
+        "CoordinateRule",
         "Rule",
         "SumRule",
         "bound",

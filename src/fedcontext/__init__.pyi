@@ -38,6 +38,14 @@ from fedcontext.records import RoundRecord as RoundRecord
 from fedcontext.records import read_run as read_run
 from fedcontext.records import write_records as write_records
 from fedcontext.results.export import load_runs as load_runs
+from fedcontext.robust import coordinate_median as coordinate_median
+from fedcontext.robust import fltrust as fltrust
+from fedcontext.robust import geometric_median as geometric_median
+from fedcontext.robust import krum as krum
+from fedcontext.robust import multi_krum as multi_krum
+from fedcontext.robust import norm_clipping as norm_clipping
+from fedcontext.robust import trimmed_mean as trimmed_mean
+from fedcontext.rules import CoordinateRule as CoordinateRule
 from fedcontext.rules import Rule as Rule
 from fedcontext.rules import SumRule as SumRule
 from fedcontext.rules import bound as bound

@@ -26,8 +26,8 @@ from fedcontext.arrays.tree import (
 )
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.geometry import Geometry, Report, Structures, Vectors, measure, shares
-from fedcontext.rules import AnyRule, Rule, State, SumRule, bound
-from fedcontext.sums import sums_of, unflat
+from fedcontext.rules import AnyRule, CoordinateRule, Rule, State, SumRule, bound
+from fedcontext.sums import by_coordinate, sums_of, unflat
 from fedcontext.validation import output_leaves, raise_not_finite, select_leaves, validate
 
 
@@ -83,7 +83,7 @@ def aggregate(
     out: Structure | None = None,
     scratch: int = SCRATCH,
 ) -> Aggregation:
-    """Return the params after one aggregation: w + Σ αₖ Δₖ (eq. 4) with the weights of a `Rule`, or w + the step of a `SumRule`.
+    """Return the params after one aggregation: w + Σ αₖ Δₖ (eq. 4) with the weights of a `Rule`, or w + the step of another rule.
 
     Everything is checked first, and nothing that was passed in is changed, except ``out``, which is written last. A `Rule`
     reads the updates twice, block by block: once for the inner products, once for the sum. They may be memory-mapped
@@ -100,7 +100,8 @@ def aggregate(
         own_gradients: the gradient of each update's own device, in the same order.
         samples: the number of training samples of each device.
         probe_weights: how much each probe's gradient counts, such as its number of samples.
-        pool: updates of devices outside the cohort; they inform `expected_contextual` and are not applied.
+        pool: updates of devices outside the cohort; they inform `expected_contextual` and are not applied. For `fltrust`
+            the one update of the server's own data.
         population: the total number of devices, where known.
         steps: the number of local SGD steps of each device, for `fednova`.
         layers: names (or positions) of the leaves that enter the geometry; the weights apply to all leaves.
@@ -119,7 +120,7 @@ def aggregate(
     >>> result.params.round(6), result.weights.round(6), round(result.promised_change, 6)
     (array([0.5, 1.5]), array([-1. ,  1.5]), -2.5)
     """
-    if not isinstance(rule, Rule | SumRule):
+    if not isinstance(rule, AnyRule):
         raise FedcontextError(f"rule must be a rule such as contextual(smoothness=10), got {rule!r}")
     if isinstance(updates, Report):
         report = updates
@@ -127,7 +128,7 @@ def aggregate(
         report = Report(
             updates, samples, gradient, gradients, probe_weights, own_gradients, pool, differences, population, steps
         )
-    model = _Model.of(params, None if isinstance(rule, SumRule) else layers, buffers)
+    model = _Model.of(params, layers if isinstance(rule, Rule) else None, buffers)
     vectors = validate(report, model.leaves, model.measured)
     _check_needs(rule, report, model)
     if out is not None:
@@ -138,7 +139,7 @@ def aggregate(
             "at the last round's params"
         )
     state = rule.init(params) if state is None else state
-    if isinstance(rule, SumRule):
+    if not isinstance(rule, Rule):
         if layers is not None:
             raise FedcontextError(f"rule '{rule.name}' does not support layers: it uses all floating-point leaves")
         return _apply_sums(rule, model, report, vectors, state, out, scratch)
@@ -207,7 +208,7 @@ def _apply_weights(
 
 
 def _apply_sums(
-    rule: SumRule,
+    rule: SumRule | CoordinateRule,
     model: _Model,
     report: Report,
     vectors: Vectors,
@@ -218,10 +219,17 @@ def _apply_sums(
     for name, leaf in model.leaves.items():
         if kind_of(leaf) == "floating":
             _largest(name, leaf, scratch)  # refuses params that are not finite
-    sums = sums_of(vectors, model.order)
-    if not sums.finite:
+    info: dict[str, Any] = {}
+    if isinstance(rule, CoordinateRule):
+        vector = by_coordinate(rule.combine, vectors.updates, model.order, scratch)
+        finite = bool(np.isfinite(vector).all())
+    else:
+        sums = sums_of(vectors, model.order)
+        finite = sums.finite
+    if not finite:
         raise_not_finite(report, model.measured)
-    vector, state, info = rule.step(sums, state, report.population)
+    if isinstance(rule, SumRule):
+        vector, state, info = rule.step(sums, state, report.population)
     moved = unflat(vector, model.leaves, model.order)
     count = len(vectors.updates)
     averages = shares(vectors.samples, count)
@@ -249,12 +257,14 @@ def _check_needs(rule: AnyRule, report: Report, model: _Model) -> None:
         "steps": report.steps is not None,
         "gradient": any(x is not None for x in (report.gradient, report.gradients, report.own_gradients)),
         "own gradients": report.own_gradients is not None,
+        "root": bool(report.pool),
     }
     arguments = {
         "samples": "the number of samples of each device: give samples",
         "steps": "the number of local SGD steps of each device: give steps",
         "gradient": "a gradient: give gradient, gradients or own_gradients",
         "own gradients": "the gradient of each update's device: give own_gradients",
+        "root": "the update of the server's own data: give it as pool=[update]",
     }
     for need, present in given.items():
         if need in rule.needs and not present:

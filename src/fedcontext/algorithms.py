@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from fedcontext import rules, server, variates
+from fedcontext import robust, rules, server, variates
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.local_sgd import LocalSGD, proximal, sgd
 from fedcontext.memory import contextual_memory
@@ -25,6 +25,7 @@ class Hyperparameters:
     server_learning_rate: float | None = None  # None is the algorithm's own default
     server_momentum: float = 0.9  # of FedAvgM; β₁ of FedAdam and FedYogi
     averaging: Averaging = "mean"
+    liars: float = 0.3  # share of devices that Krum, multi-Krum and the trimmed mean withstand
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,11 @@ def oracle_memory(h: Hyperparameters) -> Algorithm:
     return replace(memory_version(fedavg(h)), name="oracle-memory", oracle=True)
 
 
+def _with_rule(name: str, rule: Callable[[Hyperparameters], AnyRule]) -> Callable[[Hyperparameters], Algorithm]:
+    """Return FedAvg's local training with another rule."""
+    return lambda h: replace(fedavg(h), name=name, rule=rule(h))
+
+
 ALGORITHMS: dict[str, Callable[[Hyperparameters], Algorithm]] = {
     "fedavg": fedavg,
     "fedprox": fedprox,
@@ -179,6 +185,13 @@ ALGORITHMS: dict[str, Callable[[Hyperparameters], Algorithm]] = {
     "fedmgda": fedmgda,
     "scaffold": scaffold,
     "feddyn": feddyn,
+    "krum": _with_rule("krum", lambda h: robust.krum(h.liars)),
+    "multi-krum": _with_rule("multi-krum", lambda h: robust.multi_krum(h.liars)),
+    "median": _with_rule("median", lambda h: robust.coordinate_median()),
+    "trimmed-mean": _with_rule("trimmed-mean", lambda h: robust.trimmed_mean(h.liars)),
+    "geometric-median": _with_rule("geometric-median", lambda h: robust.geometric_median()),
+    "norm-clipping": _with_rule("norm-clipping", lambda h: robust.norm_clipping()),
+    "fltrust": _with_rule("fltrust", lambda h: robust.fltrust()),
     "oracle-span": oracle_span,
     "oracle-memory": oracle_memory,
 }

@@ -91,6 +91,12 @@ class Experiment:
     averaging: Averaging = setting(
         "mean", AVERAGING, "Averaging of updates in FedAvg and FedProx: plain mean, or by sample counts"
     )
+    liars: float = setting(
+        0.3,
+        number(most=0.49),
+        "Share of devices that may lie, for krum, multi-krum and trimmed-mean",
+        aliases=("num_malicious_nodes", "beta_trim"),
+    )
     probe_averaging: Averaging = setting(
         "samples", AVERAGING, "Averaging of the probes' gradients: plain mean, or by sample counts"
     )

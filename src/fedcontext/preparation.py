@@ -12,7 +12,7 @@ from fedcontext.algorithms import Algorithm, Hyperparameters, algorithm_named, w
 from fedcontext.arrays.tree import FloatArray, Structure, leaves, rebuild
 from fedcontext.attacks import POISONS
 from fedcontext.datasets import FederatedData, load_dataset
-from fedcontext.datasets.federated import full_participation
+from fedcontext.datasets.federated import full_participation, gather
 from fedcontext.disturbance import Disturbance
 from fedcontext.engines.base import Engine, EngineOptions, engine_named
 from fedcontext.errors import FedcontextError, require
@@ -20,13 +20,16 @@ from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.fleet import make_fleet, profile_named
 from fedcontext.geometry import shares
 from fedcontext.local_sgd import sgd
+from fedcontext.plan import Stream, generator
 from fedcontext.probing import coding_for
 from fedcontext.records import RoundRecord
-from fedcontext.rules import AnyRule, Rule, SumRule
+from fedcontext.rules import AnyRule
 from fedcontext.settings import parse_shares
 from fedcontext.simulation import Simulation, State
 from fedcontext.smoothness import curvature, smoothness_of
 from fedcontext.sums import flat, unflat
+
+ROOT_SAMPLES = 100  # of the server's own set, as in the paper on FLTrust
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ def prepare(
     coding = coding_for(experiment.gradient_bits, memory, experiment.probes == "cohort")
     beta = algorithm.rule.smoothness or beta  # the bound is reported at the rule's own β
     disturbance = _disturbance(experiment, data, engine, algorithm, model, own_engine)
-    simulation = Simulation(experiment, data, engine, algorithm, fleet, beta, coding, disturbance)
+    root = _root(experiment, data, model) if "root" in algorithm.rule.needs else None
+    simulation = Simulation(experiment, data, engine, algorithm, fleet, beta, coding, disturbance, root)
     plan = simulation.plan(1)
     asked = np.arange(data.population) if algorithm.oracle else plan.probes
     for devices in (asked, np.union1d(plan.devices, plan.pool)):
@@ -82,6 +86,15 @@ def _engine(experiment: Experiment, data: FederatedData, model: Any) -> Engine:
 
         return TorchEngine(data, model, device=experiment.device, seed=experiment.seed)
     return engine_named(experiment.engine, data, EngineOptions(experiment.model, experiment.device, experiment.seed))
+
+
+def _root(experiment: Experiment, data: FederatedData, model: Any) -> Engine:
+    """Return an engine on the server's own samples, drawn from all training samples: one device, and it is the server."""
+    samples = data.evaluation_split
+    count = min(ROOT_SAMPLES, len(samples.labels))
+    rows = generator(experiment.seed, 0, Stream.ROOT).permutation(len(samples.labels))[:count]
+    own = gather(samples.features, samples.labels, [rows])
+    return _engine(experiment, FederatedData("root", own, own, data.classes), model)
 
 
 def _disturbance(
@@ -129,7 +142,7 @@ def _check_combination(algorithm: Algorithm, engine: Engine) -> None:
 def _algorithm(experiment: Experiment, given: Algorithm | AnyRule | None, smoothness: float) -> Algorithm:
     if isinstance(given, Algorithm):
         return given
-    if given is not None and not isinstance(given, Rule | SumRule):
+    if given is not None and not isinstance(given, AnyRule):
         raise FedcontextError(f"algorithm must be a name, an Algorithm or a rule such as mean(), got {given!r}")
     hyperparameters = Hyperparameters(
         learning_rate=experiment.learning_rate,
@@ -139,6 +152,7 @@ def _algorithm(experiment: Experiment, given: Algorithm | AnyRule | None, smooth
         server_learning_rate=None if experiment.server_learning_rate == "default" else experiment.server_learning_rate,
         server_momentum=experiment.server_momentum,
         averaging=experiment.averaging,
+        liars=experiment.liars,
     )
     if given is None:
         algorithm = algorithm_named(experiment.algorithm, hyperparameters)

@@ -18,7 +18,7 @@ from fedcontext.geometry import Geometry, shares
 from fedcontext.sums import Sums
 
 Averaging: TypeAlias = Literal["mean", "samples"]
-Need: TypeAlias = Literal["gradient", "differences", "own gradients", "pool", "samples", "steps"]
+Need: TypeAlias = Literal["gradient", "differences", "own gradients", "pool", "root", "samples", "steps"]
 State: TypeAlias = Any  # numbers, arrays, and lists, tuples and dicts of them; None for a rule without memory
 
 EIGENVALUE_CUT = 1e-13  # eigenvalues of a normalised Gram matrix below this share of the largest count as zero
@@ -64,7 +64,21 @@ class SumRule:
         _check_needs(self.name, self.needs)
 
 
-AnyRule: TypeAlias = Rule | SumRule
+@dataclass(frozen=True)
+class CoordinateRule:
+    """A rule for each entry of the model alone: ``combine(block) -> step``, from (K, n') values of the devices to (n',).
+
+    It is called for one block of entries after another. No set of K weights gives such a step.
+    """
+
+    name: str
+    combine: Callable[[FloatArray], FloatArray]
+    needs: frozenset[Need] = frozenset()
+    init: Callable[[Structure], State] = _no_state
+    smoothness: None = None
+
+
+AnyRule: TypeAlias = Rule | SumRule | CoordinateRule
 
 
 def _check_needs(name: str, needs: frozenset[Need]) -> None:

@@ -65,8 +65,8 @@ def integer(least: int, *words: str) -> Check:
     return Check("INTEGER", f"an integer of at least {least}", lambda value: _integer(value, least), words)
 
 
-def number(*words: str, positive: bool = False) -> Check:
-    """Return the check for a finite number of at least 0, or above 0, or one of ``words``.
+def number(*words: str, positive: bool = False, most: float = float("inf")) -> Check:
+    """Return the check for a finite number of at least 0, or above 0, and at most ``most``, or one of ``words``.
 
     >>> number("1/lr", positive=True)("smoothness", -1)
     Traceback (most recent call last):
@@ -78,9 +78,12 @@ def number(*words: str, positive: bool = False) -> Check:
         converted = float(value)
         if isinstance(value, bool) or not 0 <= converted < float("inf") or (positive and not converted):
             raise ValueError
+        if converted > most:
+            raise ValueError
         return converted
 
-    return Check("NUMBER", "a positive number" if positive else "a number of at least 0", convert, words)
+    lowest = "a positive number" if positive else "a number of at least 0"
+    return Check("NUMBER", lowest if most == float("inf") else f"a number from 0 to {most:g}", convert, words)
 
 
 def text(kind: str = "TEXT") -> Check:

@@ -66,6 +66,7 @@ class Simulation:
     smoothness: float  # β at which the bound is reported
     coding: Coding = Coding()  # of the probes' answers  # noqa: RUF009
     disturbance: Disturbance | None = None  # faults and attacks
+    root: Engine | None = None  # on the server's own samples, as its one device
 
     def start(self) -> State:
         """Return the state before the first round."""
@@ -91,6 +92,8 @@ class Simulation:
             report, lost = self.disturbance.apply(report, self._request(state, present, received))
             missing = {**missing, **lost}
         received = replace(received, excluded={**received.excluded, **missing})
+        if report and self.root:
+            report = replace(report, pool={"server": self._root_update(state, plan)})
         result = self._aggregate(state, report) if report else None
         after = self._after(state, report, result) if report and result else state
         loss, accuracy = self.engine.evaluate(after.params) if self._evaluates(plan.number) else (None, None)
@@ -182,6 +185,13 @@ class Simulation:
         if variates and state.variates:
             terms = corrections(variates, state.variates, devices.tolist())
         return Work(self.experiment.seed, plan.number, devices, epochs, self.algorithm.local, terms)
+
+    def _root_update(self, state: State, plan: RoundPlan) -> Structure:
+        """Return the server's own update: as many epochs as a device of the round has on average."""
+        assert self.root
+        server, epochs = np.zeros(1, np.int64), np.array([round(float(plan.epochs.mean()))])
+        work = Work(self.experiment.seed, plan.number, server, epochs, self.algorithm.local)
+        return self.root.train(state.params, work)[0]
 
     def _answers(self, engine: Engine, state: State, number: int, devices: IntArray) -> Answers:
         previous = state.previous if self._uses_differences else None

@@ -6,12 +6,12 @@ aggregators add up with ``+``; in a fixed order the result is bit-identical.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from fedcontext.arrays.tree import Array, FloatArray, Leaves, framework
+from fedcontext.arrays.tree import SCRATCH, Array, FloatArray, Leaves, blocks, framework, size_of
 from fedcontext.errors import FedcontextError
 from fedcontext.geometry import Vectors
 
@@ -125,6 +125,22 @@ def sums_of(vectors: Vectors, names: Sequence[str]) -> Sums:
             own = flat(vectors.updates[row], names) if cohort_probes else None
             total.add_probe(flat(gradient, names), difference, own)
     return total
+
+
+def by_coordinate(
+    combine: Callable[[FloatArray], FloatArray], rows: Sequence[Leaves], names: Sequence[str], scratch: int = SCRATCH
+) -> FloatArray:
+    """Return ``combine`` of the rows, applied to one block of entries after another, as one flat vector.
+
+    >>> by_coordinate(lambda block: block.max(axis=0), [{"w": np.array([1.0, 5.0])}, {"w": np.array([3.0, 2.0])}], ["w"])
+    array([3., 5.])
+    """
+    parts = [
+        combine(np.stack([_to_numpy(row[name].reshape(-1)[start:stop]) for row in rows]))
+        for name in names
+        for start, stop in blocks(size_of(rows[0][name]), len(rows), scratch)
+    ]
+    return np.concatenate(parts)
 
 
 def flat(leaves: Leaves, names: Sequence[str]) -> FloatArray:

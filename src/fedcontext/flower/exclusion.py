@@ -18,7 +18,7 @@ from fedcontext.errors import FedcontextError
 from fedcontext.flower.messages import Reply
 from fedcontext.flower.protocol import Arrays, printable
 from fedcontext.geometry import Report, measure
-from fedcontext.rules import AnyRule, State, SumRule
+from fedcontext.rules import AnyRule, Rule, State
 from fedcontext.server import ServerOptimizer, except_buffers
 from fedcontext.validation import select_leaves, validate
 
@@ -81,7 +81,7 @@ def aggregate_usable(
         devices = [reply.task.device for reply in replies if reply.task.group == "cohort"]
         return Outcome(rule, aggregation, devices, replies, excluded, after)
     except (FedcontextError, np.linalg.LinAlgError) as error:
-        layers = None if isinstance(rule, SumRule) else settings.layers
+        layers = settings.layers if isinstance(rule, Rule) else None
         defects = {reply.task.device: _defect(params, reply, buffers, layers) for reply in replies}
         unusable = {device: defect for device, defect in defects.items() if defect}
         if not unusable:

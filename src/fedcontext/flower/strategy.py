@@ -25,7 +25,7 @@ from fedcontext.flower.roster import Roster, snapshot, wait_for_nodes
 from fedcontext.flower.run_log import RunLog, RunState, loss_and_accuracy, round_metrics, round_record
 from fedcontext.memory import contextual_memory
 from fedcontext.plan import Probes
-from fedcontext.rules import AnyRule, Rule, SumRule, contextual
+from fedcontext.rules import AnyRule, Rule, contextual
 from fedcontext.server import ServerOptimizer
 
 log = logging.getLogger("flwr")
@@ -103,7 +103,7 @@ class ContextualStrategy(Strategy):
 
     def summary(self) -> None:
         """Log the settings of this strategy and of the wrapped one."""
-        rule = self.rule.name if isinstance(self.rule, Rule | SumRule) else "chosen by the train config"
+        rule = self.rule.name if isinstance(self.rule, AnyRule) else "chosen by the train config"
         log.info("\t├──> fedcontext: rule %s, probes %s, seed %d", rule, self.probes or "default", self.seed)
         self.inner.summary()
 
@@ -173,7 +173,7 @@ class ContextualStrategy(Strategy):
             RoundCodes((PLAIN, PLAIN), self.seed, current.number)
         )  # where nobody was asked
         parsed, excluded = parse_replies(sent, replies, current.params, extras, device_of, key)
-        assert isinstance(self.rule, Rule | SumRule)  # configure_train resolved it
+        assert isinstance(self.rule, AnyRule)  # configure_train resolved it
         aggregator = Aggregator(self.rule, self.settings, self.server, current.population)
         outcome = aggregate_usable(current.params, parsed, excluded, aggregator, self._carried)
         return replace(outcome, bytes_down=current.bytes_down, bytes_up=size)
@@ -268,7 +268,7 @@ class ContextualStrategy(Strategy):
         return after
 
     def _resolve_rule(self, config: ConfigRecord) -> AnyRule:
-        if not isinstance(self.rule, Rule | SumRule):
+        if not isinstance(self.rule, AnyRule):
             self.rule = self.rule(config)
         if self.server is not None and "differences" in self.rule.needs:
             raise FedcontextError(

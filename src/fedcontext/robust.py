@@ -1,0 +1,170 @@
+"""Rules that withstand liars, as baselines. Each takes nothing but the updates; `fltrust` also one from the server's own data.
+
+``liars`` is the share of devices that may lie; f is that share of the K devices of a round, rounded down.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from fedcontext.arrays.tree import FloatArray
+from fedcontext.errors import FedcontextError, positive
+from fedcontext.geometry import Geometry
+from fedcontext.rules import CoordinateRule, Rule, stateless
+
+ITERATIONS = 100  # of the geometric median, at most
+
+
+def krum(liars: float = 0.3) -> Rule:
+    """Return Krum (Blanchard et al. 2017): the one update with the lowest Σ ‖Δₖ - Δⱼ‖² over its K - f - 2 nearest.
+
+    >>> gram = np.outer([1.0, 1.1, 1.2, 9.0], [1.0, 1.1, 1.2, 9.0])
+    >>> krum(liars=0.25).weigh(Geometry(gram, np.ones(4)), None)[0]
+    array([1., 0., 0., 0.])
+    """
+    _share(liars)
+    return stateless("krum", lambda geometry: _lowest(krum_scores(_distances(geometry), liars), 1))
+
+
+def multi_krum(liars: float = 0.3) -> Rule:
+    """Return multi-Krum (Blanchard et al. 2017): the mean of the K - f updates with the lowest scores of `krum`.
+
+    >>> gram = np.outer([1.0, 1.1, 1.2, 9.0], [1.0, 1.1, 1.2, 9.0])
+    >>> multi_krum(liars=0.25).weigh(Geometry(gram, np.ones(4)), None)[0].round(3)
+    array([0.333, 0.333, 0.333, 0.   ])
+    """
+    _share(liars)
+
+    def weigh(geometry: Geometry) -> FloatArray:
+        squares = _distances(geometry)
+        return _lowest(krum_scores(squares, liars), len(squares) - int(liars * len(squares)))
+
+    return stateless("multi-krum", weigh)
+
+
+def krum_scores(squares: FloatArray, liars: float) -> FloatArray:
+    """Return (K,) the sum of the K - f - 2 smallest squared distances of each update to the others.
+
+    >>> krum_scores(np.array([[0.0, 1.0, 9.0], [1.0, 0.0, 4.0], [9.0, 4.0, 0.0]]), liars=0)
+    array([1., 1., 4.])
+    """
+    count = len(squares)
+    nearest = max(count - int(liars * count) - 2, 1)
+    return np.asarray(np.sort(squares, axis=1)[:, 1 : nearest + 1].sum(axis=1))  # the first is the distance to itself
+
+
+def geometric_median(smoothing: float = 1e-6) -> Rule:
+    """Return the geometric median (Pillutla et al. 2022): the step with the lowest Σ ‖step - Δₖ‖, by Weiszfeld's iteration.
+
+    ``smoothing`` is the least distance that counts, relative to the median norm.
+
+    >>> gram = np.outer([1.0, 2.0, 9.0], [1.0, 2.0, 9.0])
+    >>> geometric_median().weigh(Geometry(gram, np.ones(3)), None)[0].round(3)
+    array([0., 1., 0.])
+    """
+    least = positive("smoothing", smoothing)
+
+    def weigh(geometry: Geometry) -> FloatArray:
+        gram = _gram(geometry)
+        weights = _lowest(np.sqrt(_distances(geometry)).sum(axis=1), 1)
+        floor = least * (float(np.median(np.sqrt(np.diag(gram)))) or 1.0)
+        for _ in range(ITERATIONS):
+            squares = np.diag(gram) - 2 * gram @ weights + weights @ gram @ weights
+            inverse = 1 / np.maximum(np.sqrt(squares.clip(0)), floor)
+            before, weights = weights, inverse / inverse.sum()
+            if np.abs(weights - before).max() < 1e-9:
+                break
+        return weights
+
+    return stateless("geometric median", weigh)
+
+
+def norm_clipping(limit: float | Literal["median"] = "median") -> Rule:
+    """Return the mean of updates clipped to a norm of ``limit`` (Sun et al. 2019), by default the median norm.
+
+    >>> norm_clipping(2.0).weigh(Geometry(np.diag([1.0, 16.0]), np.ones(2)), None)[0]
+    array([0.5 , 0.25])
+    """
+    fixed = None if limit == "median" else positive("limit", limit)
+
+    def weigh(geometry: Geometry) -> FloatArray:
+        norms = np.sqrt(np.diag(_gram(geometry)))
+        most = float(np.median(norms)) if fixed is None else fixed
+        return np.minimum(1, np.divide(most, norms, out=np.ones_like(norms), where=norms > 0)) / len(norms)
+
+    return stateless("norm clipping", weigh)
+
+
+def fltrust() -> Rule:
+    """Return FLTrust (Cao et al. 2021): updates scaled to the length of the server's own, weighed by their cosine to it.
+
+    The server trains on a small root set of its own; its update Δ₀ is the one row of the pool. With
+    cₖ = max(0, cos(Δₖ, Δ₀)) the weights are cₖ / Σ cⱼ · ‖Δ₀‖ / ‖Δₖ‖; all are zero where no update agrees with Δ₀.
+
+    >>> gram = np.array([[4.0, 0.0, 2.0], [0.0, 1.0, -1.0], [2.0, -1.0, 1.0]])  # the last row is the server's
+    >>> fltrust().weigh(Geometry(gram, np.ones(2)), None)[0]
+    array([0.5, 0. ])
+    """
+
+    def weigh(geometry: Geometry) -> FloatArray:
+        count = len(geometry.samples)
+        norms = np.sqrt(np.diag(geometry.gram))
+        own, root = norms[:count], norms[-1]
+        cosines = _divided(geometry.gram[:count, -1], own * root).clip(0)
+        return _divided(cosines, np.full(count, cosines.sum())) * _divided(np.full(count, root), own)
+
+    return stateless("fltrust", weigh, ("root",))
+
+
+def coordinate_median() -> CoordinateRule:
+    """Return the median of each entry over devices (Yin et al. 2018).
+
+    >>> coordinate_median().combine(np.array([[1.0, 5.0], [2.0, 6.0], [9.0, -9.0]]))
+    array([2., 5.])
+    """
+    return CoordinateRule("coordinate median", lambda block: np.asarray(np.median(block, axis=0)))
+
+
+def trimmed_mean(liars: float = 0.3) -> CoordinateRule:
+    """Return the mean of each entry over devices without the f largest and the f smallest (Yin et al. 2018).
+
+    >>> trimmed_mean(liars=0.25).combine(np.array([[1.0], [2.0], [4.0], [900.0]]))
+    array([3.])
+    """
+    _share(liars)
+
+    def combine(block: FloatArray) -> FloatArray:
+        cut = int(liars * len(block))
+        return np.asarray(np.sort(block, axis=0)[cut : len(block) - cut].mean(axis=0))
+
+    return CoordinateRule("trimmed mean", combine)
+
+
+def _share(liars: float) -> None:
+    if not 0 <= liars < 0.5:
+        raise FedcontextError(f"liars must be a share from 0 to below 0.5, got {liars!r}")
+
+
+def _gram(geometry: Geometry) -> FloatArray:
+    count = len(geometry.samples)
+    return geometry.gram[:count, :count]
+
+
+def _distances(geometry: Geometry) -> FloatArray:
+    """Return (K, K) the squared distances between updates."""
+    gram = _gram(geometry)
+    squares = np.diag(gram)
+    return np.asarray((squares[:, None] + squares - 2 * gram).clip(0))
+
+
+def _lowest(scores: FloatArray, count: int) -> FloatArray:
+    """Return equal weights for the ``count`` lowest scores, the first ones where several are equal."""
+    weights = np.zeros(len(scores))
+    weights[np.argsort(scores, kind="stable")[:count]] = 1 / count
+    return weights
+
+
+def _divided(values: FloatArray, by: FloatArray) -> FloatArray:
+    return np.divide(values, by, out=np.zeros(len(values)), where=by > 0)

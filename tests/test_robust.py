@@ -1,0 +1,138 @@
+"""Robust rules: each by its paper's formula on small numbers, and what all must withstand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fedcontext as fc
+from fedcontext.errors import FedcontextError
+from fedcontext.robust import krum_scores
+
+RULES = {
+    "krum": fc.krum,
+    "multi_krum": fc.multi_krum,
+    "geometric_median": fc.geometric_median,
+    "coordinate_median": fc.coordinate_median,
+    "trimmed_mean": fc.trimmed_mean,
+}
+
+
+def step(rule, updates, **given):
+    return fc.aggregate(np.zeros(updates.shape[1]), list(updates), rule=rule, **given).params
+
+
+@st.composite
+def honest_and_liars(draw, most_liars=3):
+    """Ten updates near a common vector, up to three of which are replaced by anything finite."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    updates = random.standard_normal(6) + 0.1 * random.standard_normal((10, 6))
+    lying = draw(st.integers(0, most_liars))
+    updates[:lying] = draw(st.sampled_from([-1e6, -1.0, 0.0, 3.0, 1e12])) * random.standard_normal((lying, 6))
+    return updates, lying
+
+
+@given(honest_and_liars())
+def test_no_minority_moves_a_robust_rule_out_of_the_honest_updates(case):
+    updates, lying = case
+    honest = updates[lying:]
+    width = max(np.linalg.norm(a - b) for a in honest for b in honest)
+    for name, make in RULES.items():
+        away = np.linalg.norm(step(make(), updates) - honest.mean(axis=0))
+        assert away <= 3 * width, name
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.1, 0.2, 0.3]))
+def test_krum_by_the_papers_formula(seed, liars):
+    updates = np.random.default_rng(seed).standard_normal((10, 4))
+    f = int(liars * 10)
+    scores = []
+    for i in range(10):
+        distances = sorted(np.sum((updates[i] - updates[j]) ** 2) for j in range(10) if j != i)
+        scores.append(sum(distances[: 10 - f - 2]))
+    np.testing.assert_allclose(step(fc.krum(liars), updates), updates[np.argmin(scores)], atol=1e-12)
+    lowest = np.argsort(scores)[: 10 - f]
+    np.testing.assert_allclose(step(fc.multi_krum(liars), updates), updates[lowest].mean(axis=0), atol=1e-12)
+    squares = np.array([[np.sum((a - b) ** 2) for a in updates] for b in updates])
+    np.testing.assert_allclose(krum_scores(squares, liars), scores)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_the_geometric_median_has_the_lowest_sum_of_distances(seed):
+    random = np.random.default_rng(seed)
+    updates = random.standard_normal((7, 3))
+    found = step(fc.geometric_median(), updates)
+
+    def total(point):
+        return np.linalg.norm(updates - point, axis=1).sum()
+
+    for _ in range(50):
+        assert total(found) <= total(found + 0.05 * random.standard_normal(3)) + 1e-6
+
+
+@pytest.mark.parametrize("scratch", [8, 2**20])
+def test_coordinate_rules_are_entry_by_entry_in_blocks_of_any_size(scratch):
+    random = np.random.default_rng(0)
+    shapes = {"weight": (300, 3), "bias": (5,)}
+    updates = [{name: random.standard_normal(shape) for name, shape in shapes.items()} for _ in range(10)]
+    params = {name: np.ones(shape) for name, shape in shapes.items()}
+    for rule, expected in (
+        (fc.coordinate_median(), lambda rows: np.median(rows, axis=0)),
+        (fc.trimmed_mean(0.2), lambda rows: np.sort(rows, axis=0)[2:8].mean(axis=0)),
+    ):
+        new = fc.aggregate(params, updates, rule=rule, scratch=scratch).params
+        for name in shapes:
+            np.testing.assert_allclose(new[name], 1 + expected([update[name] for update in updates]))
+
+
+def test_coordinate_rules_take_torch_tensors_and_average_integers():
+    torch = pytest.importorskip("torch")
+    params = {"w": torch.zeros(2), "seen": torch.tensor(0)}
+    updates = [{"w": torch.tensor([x, -x]), "seen": torch.tensor(4)} for x in (1.0, 2.0, 60.0)]
+    new = fc.aggregate(params, updates, rule=fc.coordinate_median()).params
+    assert new["w"].tolist() == [2.0, -2.0]
+    assert new["seen"].item() == 4
+
+
+def test_norm_clipping_by_its_formula():
+    updates = np.array([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0], [30.0, 40.0]])
+    np.testing.assert_allclose(step(fc.norm_clipping(1.0), updates), [(0.6 + 0.3 + 0.6) / 4, (0.8 + 0.4 + 0.8) / 4])
+    clipped = [u * min(1, 2.75 / max(np.linalg.norm(u), 1e-300)) for u in updates]  # the median of 5, 0.5, 0 and 50
+    np.testing.assert_allclose(step(fc.norm_clipping(), updates), np.mean(clipped, axis=0))
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_fltrust_by_the_papers_formula(seed):
+    random = np.random.default_rng(seed)
+    updates, root = random.standard_normal((6, 4)), random.standard_normal(4)
+    trust = [max(0, u @ root / np.linalg.norm(u) / np.linalg.norm(root)) for u in updates]
+    scaled = [np.linalg.norm(root) / np.linalg.norm(u) * u for u in updates]
+    expected = np.array(trust) @ scaled / sum(trust) if sum(trust) else np.zeros(4)
+    np.testing.assert_allclose(step(fc.fltrust(), updates, pool=[root]), expected, atol=1e-12)
+
+
+def test_fltrust_without_a_root_update_says_what_to_give():
+    with pytest.raises(FedcontextError, match="give it as pool"):
+        step(fc.fltrust(), np.ones((2, 2)))
+
+
+@pytest.mark.parametrize("rule", [fc.krum, fc.multi_krum, fc.trimmed_mean])
+def test_a_majority_of_liars_is_refused(rule):
+    with pytest.raises(FedcontextError, match=r"liars must be a share from 0 to below 0.5, got 0.5"):
+        rule(0.5)
+
+
+def test_the_server_of_fltrust_holds_samples_of_its_own(small_data):
+    run = fc.prepare(fc.Experiment("small", "fltrust", rounds=1, devices_per_round=4), data=small_data)
+    assert run.root is not None
+    state, record = run.step(run.start())
+    assert len(record.devices) == len(record.weights) == 4
+    assert np.isfinite(state.params).all()
+
+
+@pytest.mark.parametrize("algorithm", ["krum", "median", "trimmed-mean", "geometric-median", "fltrust"])
+def test_robust_algorithms_learn_where_a_fifth_of_the_devices_scale_their_updates(small_data, algorithm):
+    settings = {"rounds": 10, "devices_per_round": 10, "learning_rate": 0.1, "attack": "scaling=0.2", "epochs": 2}
+    assert fc.train(data=small_data, algorithm=algorithm, **settings).records[-1].accuracy > 0.7
