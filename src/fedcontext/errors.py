@@ -16,6 +16,10 @@ class FedcontextError(ValueError):
     """
 
 
+class FileError(FedcontextError):
+    """A file cannot be written, or another process is writing it; the settings may well be valid."""
+
+
 class MissingExtra(FedcontextError, ImportError):
     """An optional library is needed but not installed."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fedcontext.arrays.tree import Structure, leaves
-from fedcontext.errors import FedcontextError, require
+from fedcontext.errors import FedcontextError
+from fedcontext.storage import check_target, replacing
+from fedcontext.tensor_file import write_tensors
 
 
 def save_params(path: Path, params: Structure) -> None:
@@ -26,20 +27,15 @@ def save_params(path: Path, params: Structure) -> None:
     """
     check_format(path)
     arrays = {name or "params": _to_numpy(leaf) for name, leaf in leaves(params).items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")
-    try:
+    with replacing(path) as temporary:
         if path.suffix == ".npz":
             _write_npz(temporary, arrays)
         else:
-            require("safetensors.numpy", extra="resume").save_file(arrays, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            write_tensors(temporary, arrays, {})
 
 
 def check_format(path: Path) -> None:
-    """Raise an error unless `save_params` can write a file with this suffix.
+    """Raise an error unless `save_params` can write a file with this name.
 
     >>> check_format(Path("model.pt"))
     Traceback (most recent call last):
@@ -48,8 +44,7 @@ def check_format(path: Path) -> None:
     """
     if path.suffix not in (".npz", ".safetensors"):
         raise FedcontextError(f"a model file must end in .npz or .safetensors, got {path}")
-    if path.suffix == ".safetensors":
-        require("safetensors", extra="resume")
+    check_target(path)
 
 
 def _write_npz(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:

@@ -15,6 +15,7 @@ from fedcontext.console import out
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import check_names, experiment_from
 from fedcontext.leaderboard import entries
+from fedcontext.storage import write_text
 from fedcontext.toml import to_toml
 
 Names = Annotated[str, typer.Option(metavar="NAMES", help="Comma-separated names. [default: all]")]
@@ -44,7 +45,6 @@ def leaderboard(
     """
     from fedcontext.leaderboard import board, results
     from fedcontext.leaderboard.document import document
-    from fedcontext.report.html import write_atomically
 
     if quick and docs is not None:
         raise FedcontextError("--quick does not write docs: run without --quick or without --docs")
@@ -68,10 +68,10 @@ def leaderboard(
     merged = results.merge(results.read_results(path) if path.exists() and not quick else [], made)
     page = document(merged, f"fedcontext leaderboard {'--quick' if quick else '--group all --docs docs'}")
     results.write_results(merged, path)
-    write_atomically(out_dir / "leaderboard.md", page)
+    write_text(out_dir / "leaderboard.md", page)
     if docs is not None:
         results.write_results(merged, results.PUBLISHED)
-        write_atomically(docs / "leaderboard.md", page)
+        write_text(docs / "leaderboard.md", page)
     if report is not None:
         from fedcontext.report import write_report
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedcontext.errors import FedcontextError
 from fedcontext.leaderboard.rows import Row
-from fedcontext.report.html import write_atomically
+from fedcontext.storage import write_text
 
 PUBLISHED = Path(__file__).with_name("results.json")  # what `fedcontext recommend` answers from
 
@@ -114,7 +114,7 @@ def merge(before: Iterable[TaskResult], after: Iterable[TaskResult]) -> list[Tas
 
 def write_results(results: Sequence[TaskResult], path: Path) -> None:
     """Write results as JSON, with infinite numbers as null."""
-    write_atomically(path, json.dumps(_plain([asdict(each) for each in results]), indent=1) + "\n")
+    write_text(path, json.dumps(_plain([asdict(each) for each in results]), indent=1) + "\n")
 
 
 def read_results(path: Path) -> list[TaskResult]:

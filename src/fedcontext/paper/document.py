@@ -15,6 +15,7 @@ from fedcontext.paper.experiments import SEEDS, STUDIES
 from fedcontext.paper.figures import RecordIndex
 from fedcontext.paper.reproduce import draw_figures, read_records
 from fedcontext.results.summary import LEVELS, median_rounds, summarise
+from fedcontext.storage import replacing, write_text
 from fedcontext.version import __version__
 
 INTRODUCTION = """# Reproduction of the paper's claims
@@ -40,11 +41,11 @@ def write_document(out: Path, docs: Path, quick: bool = False) -> Path:
     series = [each for study in studies for each in (study.quick_series() if quick else study.series)]
     index = read_records(series, out, quick)
     figures = {study.name: draw_figures(study, index, out / "figures") for study in studies}
-    (docs / "figures").mkdir(parents=True, exist_ok=True)
     for path in (path for paths in figures.values() for path in paths):
-        shutil.copy(path, docs / "figures" / path.name)
+        with replacing(docs / "figures" / path.name) as temporary:
+            shutil.copy(path, temporary)
     page = docs / "reproduction.md"
-    page.write_text("\n".join(_lines(check_claims(index), index, figures)) + "\n", encoding="utf-8")
+    write_text(page, "\n".join(_lines(check_claims(index), index, figures)) + "\n")
     return page
 
 

@@ -13,6 +13,7 @@ from fedcontext.errors import FedcontextError, require
 from fedcontext.paper.experiments import Series, Study
 from fedcontext.records import RoundRecord
 from fedcontext.results.summary import LEVELS, Summary, summarise
+from fedcontext.storage import check_target, replacing
 
 RecordIndex: TypeAlias = Mapping[Series, Sequence[Sequence[RoundRecord]]]  # the records of each seed, by series
 
@@ -29,6 +30,7 @@ def check_path(path: Path) -> None:
         raise FedcontextError(f"figure must end in {', '.join(FORMATS)}, got {path.name!r}")
     if path.is_dir() or any(folder.exists() and not folder.is_dir() for folder in path.parents):
         raise FedcontextError(f"figure cannot be written: {path} is not a file in a folder")
+    check_target(path)
 
 
 def draw_curves(path: Path, runs: Mapping[str, Mapping[str, Sequence[Sequence[RoundRecord]]]]) -> None:
@@ -71,10 +73,8 @@ def new_figure(rows: int, columns: int, width: float, height: float, **options: 
 
 def save(figure: Any, path: Path) -> None:
     """Write the figure through a temporary file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.part")
-    figure.savefig(partial, format=path.suffix[1:], dpi=150)
-    partial.replace(path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=path.suffix[1:], dpi=150)
 
 
 def draw_figure(study: Study, name: str, index: RecordIndex, folder: Path) -> Path:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from fedcontext.report.html import render, write_atomically
+from fedcontext.report.html import render
 from fedcontext.report.live import live_report
 from fedcontext.report.page_data import page_data
 from fedcontext.results.reader import read_runs
+from fedcontext.storage import write_text
 
 __all__ = ["live_report", "write_report"]
 
@@ -16,5 +17,5 @@ __all__ = ["live_report", "write_report"]
 def write_report(paths: Iterable[str | Path], out: Path) -> list[str]:
     """Write the report on the runs in ``paths`` to ``out``; return one message for everything that was skipped."""
     runs, problems = read_runs(paths)
-    write_atomically(out, render(page_data(runs, problems)))
+    write_text(out, render(page_data(runs, problems)))
     return problems

@@ -6,10 +6,9 @@ import html
 import json
 import re
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
-from fedcontext.errors import FedcontextError, require
+from fedcontext.errors import require
 
 
 def render(data: dict[str, Any]) -> str:
@@ -38,14 +37,3 @@ def to_json(value: object) -> str:
     '"\\\\u003c/script>"'
     """
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write ``path`` through a temporary file, so that a browser never reads half a page."""
-    partial = path.with_name(f".{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(text.encode("utf-8", errors="replace"))
-        partial.replace(path)
-    except OSError as error:
-        raise FedcontextError(f"{path}: cannot be written ({error.strerror})") from None

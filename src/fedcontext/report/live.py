@@ -10,10 +10,11 @@ from pathlib import Path
 from fedcontext.errors import require
 from fedcontext.experiment import Experiment
 from fedcontext.records import RoundRecord
-from fedcontext.report.html import render, to_json, write_atomically
+from fedcontext.report.html import render, to_json
 from fedcontext.report.page_data import page_data
 from fedcontext.results.reader import Run, new_run, to_row
 from fedcontext.runner import OnRound
+from fedcontext.storage import write_text
 
 INTERVAL = 1.0  # least seconds between two updates, which also take at most a tenth of the time
 
@@ -63,12 +64,12 @@ class LivePage:
 
     def write_page(self, running: bool) -> None:
         """Write the whole page."""
-        write_atomically(self.out, render({**self._data(running), "live": self.script.name}))
+        write_text(self.out, render({**self._data(running), "live": self.script.name}))
 
     def write_update(self, running: bool) -> None:
         """Write the script that an open page polls."""
         time_ms = time.time_ns() // 1_000_000
-        write_atomically(self.script, f"fedcontextUpdate({time_ms},{to_json(self._data(running))});")
+        write_text(self.script, f"fedcontextUpdate({time_ms},{to_json(self._data(running))});")
 
     def _data(self, running: bool) -> dict[str, object]:
         return page_data(list(self.runs.values()), status=self._progress() if running else "")

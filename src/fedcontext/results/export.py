@@ -6,12 +6,12 @@ import csv
 import json
 import warnings
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from fedcontext.errors import FedcontextError, require
 from fedcontext.results.reader import COSTS, METRICS, Row, Run, read_runs
+from fedcontext.storage import replacing
 
 Table: TypeAlias = dict[str, list[Any]]  # columns of equal length
 
@@ -99,16 +99,8 @@ def export(paths: Iterable[str | Path], out: Path) -> tuple[int, list[str]]:
         raise FedcontextError(f"output must end in {' or '.join(FORMATS)}, got {out.name!r}")
     runs, problems = read_runs(paths)
     table = to_table(runs)
-    partial = out.with_name(f".{out.name}.part")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        (_write_parquet if out.suffix == ".parquet" else _write_csv)(table, partial)
-        partial.replace(out)
-    except OSError as error:
-        raise FedcontextError(f"{out}: cannot be written ({error.strerror or error})") from None
-    finally:
-        with suppress(OSError):  # already renamed after a success
-            partial.unlink()
+    with replacing(out) as temporary:
+        (_write_parquet if out.suffix == ".parquet" else _write_csv)(table, temporary)
     return len(table["run"]), problems
 
 
