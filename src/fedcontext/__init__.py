@@ -27,7 +27,8 @@ EXPORTS = {
     "local_sgd": ["LocalSGD"],
     "memory": ["MemorySettings", "contextual_memory"],
     "plan": ["RoundPlan", "plan_round"],
-    "records": ["RoundRecord", "read_run", "write_records"],
+    "records": ["RoundRecord", "read_run"],
+    "run_file": ["write_records"],
     "results.export": ["load_runs"],
     "robust": [
         "coordinate_median",

@@ -36,7 +36,6 @@ from fedcontext.preparation import simulate as simulate
 from fedcontext.preparation import train as train
 from fedcontext.records import RoundRecord as RoundRecord
 from fedcontext.records import read_run as read_run
-from fedcontext.records import write_records as write_records
 from fedcontext.results.export import load_runs as load_runs
 from fedcontext.robust import coordinate_median as coordinate_median
 from fedcontext.robust import fltrust as fltrust
@@ -58,6 +57,7 @@ from fedcontext.rules import fednova as fednova
 from fedcontext.rules import folb as folb
 from fedcontext.rules import mean as mean
 from fedcontext.rules import stateless as stateless
+from fedcontext.run_file import write_records as write_records
 from fedcontext.server import ServerOptimizer as ServerOptimizer
 from fedcontext.server import fedadagrad as fedadagrad
 from fedcontext.server import fedadam as fedadam

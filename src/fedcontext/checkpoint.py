@@ -1,25 +1,30 @@
 """Checkpoints: params, the rule's state and a few facts in one safetensors file, replaced atomically.
 
-Arrays are tensors of the file, everything else is JSON in its metadata; loading executes no code. Whenever the
-writer is killed, the file is the old checkpoint or the new one.
+Arrays are tensors of the file, everything else is JSON in its metadata; loading executes no code. The file has a
+checksum of all its bytes. The last two checkpoints are kept: whenever the writer is killed, and if the newest is
+damaged later, there is one to resume from.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from fedcontext.arrays.tree import Array, Structure, framework, leaf_name, leaves, rebuild
+from fedcontext.arrays.tree import Array, Structure, all_finite, framework, kind_of, leaf_name, leaves, rebuild
 from fedcontext.errors import FedcontextError, require
+from fedcontext.records import versions
+from fedcontext.storage import check_target, replacing, sync
+from fedcontext.tensor_file import is_intact, write_tensors
 
-SCHEMA = 2  # 1 held the rule's state alone
+LOG = logging.getLogger("fedcontext")
+SCHEMA = 3  # 1 held the rule's state alone, 2 had no checksum
 PARAMS, RULE = "params:", "rule:"  # prefixes of tensor names
 
 
@@ -32,10 +37,21 @@ class Checkpoint:
     facts: dict[str, Any]  # JSON values, such as the number of the round
 
 
-def save(path: Path, params: Structure, rule: Any, facts: Mapping[str, Any], after: Path | None = None) -> None:
-    """Replace the checkpoint at ``path`` atomically; it is on disk when this returns.
+def previous(path: Path) -> Path:
+    """Return where the checkpoint before the one at ``path`` is kept."""
+    return path.with_name(f"{path.name}.previous")
 
-    ``after`` is a file, such as the run's records, that is synced to disk before the checkpoint.
+
+def exists(path: Path) -> bool:
+    """Return whether there is a checkpoint to resume from: that at ``path``, or the one before it."""
+    return path.exists() or previous(path).exists()
+
+
+def save(path: Path, params: Structure, rule: Any, facts: Mapping[str, Any], after: Path | None = None) -> None:
+    """Replace the checkpoint at ``path`` atomically; it is on disk when this returns. The last one stays `previous`.
+
+    Params with NaN or infinite entries are refused. ``after`` is a file, such as the run's records, that is synced to
+    disk before the checkpoint.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "run.safetensors"
@@ -44,34 +60,24 @@ def save(path: Path, params: Structure, rule: Any, facts: Mapping[str, Any], aft
     >>> saved.params, saved.rule, saved.facts
     ({'w': array([1., 1.])}, (3, array([0.])), {'number': 7})
     """
+    _check_finite(path, params)
+    check_target(previous(path))
     tensors = {f"{PARAMS}{name}": _to_numpy(name, leaf) for name, leaf in leaves(params).items()}
-    content = {"schema": SCHEMA, "facts": dict(facts), "rule": _pack(rule, tensors)}
-    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"schema": SCHEMA, "versions": versions(), "facts": dict(facts), "rule": _pack(rule, tensors)}
     if after is not None:
-        _sync(after)
-    temporary = path.with_name(f".{path.name}.part")  # overwrites what a killed writer left
-    try:
-        require("safetensors.numpy", extra="resume").save_file(
-            tensors, temporary, metadata={"fedcontext": json.dumps(content)}
-        )
-        _sync(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _sync(path.parent)
+        sync(after)
+    with replacing(path, keep=previous(path)) as temporary:
+        write_tensors(temporary, tensors, {"fedcontext": json.dumps(content)})
 
 
-def load(path: Path, like: Structure) -> Checkpoint:
-    """Return the checkpoint at ``path``, with params in the structure, framework and device of ``like``."""
-    safetensors = require("safetensors", extra="resume")
-    try:
-        with safetensors.safe_open(path, framework="numpy") as file:
-            content = json.loads((file.metadata() or {})["fedcontext"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, safetensors.SafetensorError, KeyError, ValueError) as error:
-        raise FedcontextError(f"{path}: not a fedcontext checkpoint ({type(error).__name__}: {error})") from None
-    if content.get("schema") != SCHEMA:
-        raise FedcontextError(f"{path}: schema must be {SCHEMA}, got {content.get('schema')}")
+def load(path: Path, like: Structure, identity: Mapping[str, Any] | None = None) -> Checkpoint:
+    """Return the checkpoint at ``path``, with params in the structure, framework and device of ``like``.
+
+    If it is damaged or missing, the one before it is put in its place and loaded, with a warning. Raises an error if a
+    fact is not as in ``identity``, such as a digest of the data: the rounds after it would be those of another run.
+    """
+    content, tensors = _read_newest(path)
+    _check_identity(path, content, identity or {})
     params = {name: _like(path, name, leaf, tensors) for name, leaf in leaves(like).items()}
     if extra := [name for name in tensors if name.startswith(PARAMS) and name.removeprefix(PARAMS) not in params]:
         raise FedcontextError(f"{path}: the checkpoint is of a different model: it also has {', '.join(extra)}")
@@ -79,45 +85,59 @@ def load(path: Path, like: Structure) -> Checkpoint:
     return Checkpoint(rebuild(like, params), state, content["facts"])
 
 
-@contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """Hold the checkpoint at ``path`` for one run; `FedcontextError` names the process that already holds it.
+class _Damaged(FedcontextError):
+    """The file is no checkpoint, or no longer the one that was written."""
 
-    The lock is on the sibling file ``<path>.lock``, which holds the process id and is left empty afterwards: removing
-    it could give two processes a lock each. The operating system releases the lock when the process ends.
 
-    >>> import tempfile
-    >>> with lock(Path(tempfile.mkdtemp()) / "run.safetensors"):
-    ...     pass
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock_path = path.with_name(f"{path.name}.lock")
-    with lock_path.open("a+", encoding="utf-8") as file:
-        if not _acquire(file):
-            file.seek(0)
+def _read_newest(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the content and the tensors of the checkpoint, or of the one before it."""
+    earlier = previous(path)
+    try:
+        if path.exists() or not earlier.exists():
+            return _read(path)
+    except _Damaged as error:
+        if not earlier.exists():
+            raise FedcontextError(f"{error}: delete it to start anew") from None
+        LOG.warning("%s; resuming from the one before it", error)
+    try:
+        found = _read(earlier)
+    except _Damaged as error:
+        raise FedcontextError(f"{error}: delete it and {path.name} to start anew") from None
+    os.replace(earlier, path)  # else the next save would put a damaged one in its place
+    return found
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    safetensors = require("safetensors", extra="resume")
+    try:
+        if not is_intact(path):
+            raise _Damaged(f"{path}: not a fedcontext checkpoint, or a damaged one (its checksum is missing or wrong)")
+        with safetensors.safe_open(path, framework="numpy") as file:
+            content = json.loads((file.metadata() or {})["fedcontext"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        schema = content["schema"]
+    except (OSError, safetensors.SafetensorError, KeyError, TypeError, UnicodeError, json.JSONDecodeError) as error:
+        raise _Damaged(f"{path}: not a fedcontext checkpoint ({type(error).__name__}: {error})") from None
+    if schema != SCHEMA:
+        raise FedcontextError(f"{path}: schema must be {SCHEMA}, got {schema}")
+    return content, tensors
+
+
+def _check_identity(path: Path, content: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    for name, value in json.loads(json.dumps(identity)).items():
+        if (saved := content["facts"].get(name)) != value:
             raise FedcontextError(
-                f"{path}: process {file.read() or 'unknown'} is already running on this checkpoint: wait until it ends, "
-                f"or use another file (if no such process exists, delete {lock_path})"
+                f"{path}: {name} must be {value!r:.200} as in this run, got {saved!r:.200}: "
+                "use the data and settings of the checkpoint, or another file"
             )
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        try:
-            yield
-        finally:
-            file.truncate(0)
+    if (made := content["versions"]) != versions():
+        LOG.warning("%s: made with %s, resumed with %s: rounds may differ in rounding", path, made, versions())
 
 
-def _acquire(file: IO[str]) -> bool:
-    try:
-        import fcntl
-    except ImportError:  # not POSIX: a process id in the file is the lock
-        return file.tell() == 0
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _check_finite(path: Path, params: Structure) -> None:
+    for name, leaf in leaves(params).items():
+        if kind_of(leaf) == "floating" and not all_finite(leaf):
+            raise FedcontextError(f"{path}: {leaf_name(name)} has NaN or infinite entries: the last checkpoint is kept")
 
 
 def _pack(value: Any, tensors: dict[str, Any]) -> Any:
@@ -193,12 +213,3 @@ def _in_framework(saved: Any, like: Array) -> Array:
 
         return jax.device_put(saved, like.sharding)
     return saved
-
-
-def _sync(path: Path) -> None:
-    """Return once the file or directory is on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

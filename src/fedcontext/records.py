@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -61,36 +60,25 @@ def manifest(settings: Settings) -> dict[str, Any]:
     >>> manifest(Experiment())["settings"]["dataset"]
     'synthetic-1-1'
     """
-    versions = {"fedcontext": __version__, "numpy": np.__version__, "python": platform.python_version()}
     plain = dataclasses.asdict(settings) if isinstance(settings, Experiment) else dict(settings)
-    return {"schema": SCHEMA, "settings": plain, "versions": versions}
+    return {"schema": SCHEMA, "settings": plain, "versions": versions()}
 
 
-def write_records(path: str | Path, settings: Settings, records: Iterable[RoundRecord]) -> None:
-    """Write a run file from your own training loop, for `load_runs`, ``fedcontext report`` and ``fedcontext export``.
+def versions() -> dict[str, str]:
+    """Return the versions that decide what a run computes.
 
-    ``settings`` is an `Experiment` or any mapping; the report groups runs by its ``dataset``, ``algorithm`` and ``seed``.
-    Each record is flushed as it comes, so ``records`` may be a generator over a running loop.
-
-    >>> import tempfile
-    >>> records = [RoundRecord(number=1, loss=0.9, devices=[3, 7], weights=[0.5, 0.5]), RoundRecord(number=2, loss=0.7)]
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_records(f"{folder}/run.jsonl", {"dataset": "hospitals", "algorithm": "fedavg", "seed": 0}, records)
-    ...     head, again = read_run(f"{folder}/run.jsonl")
-    >>> head["settings"]["dataset"], again == records
-    ('hospitals', True)
+    >>> sorted(versions())
+    ['fedcontext', 'numpy', 'python']
     """
-    with Path(path).open("w", encoding="utf-8") as file:
-        for _ in stream_records(settings, records, file):
-            pass
+    return {"fedcontext": __version__, "numpy": np.__version__, "python": platform.python_version()}
 
 
 def stream_records(settings: Settings, records: Iterable[RoundRecord], file: IO[str]) -> Iterator[RoundRecord]:
     """Yield each record after writing it to ``file``; an empty file gets the manifest first."""
     if file.tell() == 0:
-        print(_to_json(manifest(settings)), file=file, flush=True)
+        print(to_json(manifest(settings)), file=file, flush=True)
     for record in records:
-        print(_to_json(dataclasses.asdict(record)), file=file, flush=True)
+        print(to_json(dataclasses.asdict(record)), file=file, flush=True)
         yield record
 
 
@@ -104,25 +92,6 @@ def read_run(path: str | Path) -> tuple[dict[str, Any], list[RoundRecord]]:
     lines = read_lines(path)
     head = parse_manifest(lines[0], path)
     return head, [_parse_record(line, f"{path}: line {number}") for number, line in enumerate(lines[1:-1], 2)]
-
-
-def truncate_run(path: Path, rounds: int) -> list[RoundRecord]:
-    """Cut a run file after its first ``rounds`` rounds, so that a resumed run can append to it; return those records."""
-    if not path.exists():
-        raise FedcontextError(f"{path}: cannot resume after round {rounds}: the file does not exist")
-    _, records = read_run(path)
-    if [record.number for record in records[:rounds]] != list(range(1, rounds + 1)):
-        raise FedcontextError(
-            f"{path}: cannot resume after round {rounds}: rounds 1 to {rounds} are not all in the file"
-        )
-    lines = read_lines(path)
-    partial = path.with_name(f".{path.name}.part")  # one left by a killed process is overwritten
-    with partial.open("w", encoding="utf-8") as file:
-        file.write("\n".join(lines[: rounds + 1]) + "\n")
-        file.flush()
-        os.fsync(file.fileno())  # after a power cut, the checkpoint must not be ahead of the records
-    os.replace(partial, path)
-    return records[:rounds]
 
 
 def read_lines(path: Path, errors: str = "strict") -> list[str]:
@@ -174,7 +143,12 @@ def _parse_record(line: str, where: str) -> RoundRecord:
     return record
 
 
-def _to_json(value: dict[str, Any]) -> str:
+def to_json(value: dict[str, Any]) -> str:
+    """Return one line of a run file.
+
+    >>> to_json({"loss": math.nan, "weights": np.ones(1)})
+    '{"loss": null, "weights": [1.0]}'
+    """
     return json.dumps(_to_plain(value), allow_nan=False)
 
 

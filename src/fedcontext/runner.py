@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import logging
-import multiprocessing
-import os
-import queue
-import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from fedcontext import checkpoint
 from fedcontext.datasets.federated import FederatedData
 from fedcontext.engines.base import ENGINES, Engine
-from fedcontext.errors import FedcontextError, require
+from fedcontext.errors import FedcontextError, FileError, require
 from fedcontext.experiment import Experiment
 from fedcontext.model_file import check_format, save_params
 from fedcontext.preparation import prepare
-from fedcontext.records import RoundRecord, read_run, stream_records, truncate_run
+from fedcontext.processes import OnRound as OnRound
+from fedcontext.processes import Run, run_in_processes
+from fedcontext.records import RoundRecord, read_run, stream_records
+from fedcontext.run_file import open_run
 from fedcontext.simulation import Simulation, State
+from fedcontext.storage import check_folder, check_target, clean, lock, write_text
 from fedcontext.toml import to_toml
 
-LOG = logging.getLogger("fedcontext")
-OnRound: TypeAlias = Callable[[Experiment, RoundRecord], None]
-THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+MAX_HELD = 200  # runs whose files are held before they start; each takes an open file
 
 
 def run(
@@ -70,13 +67,60 @@ def run(
         require("safetensors", extra="resume")
     if save is not None:
         check_format(save)
+    files = RunFiles(out, experiment.name)
+    files.check()
     simulation = prepare(experiment, data=data, engine=engine)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{experiment.name}.toml").write_text(to_toml(asdict(experiment)), encoding="utf-8")
-    path, saved = out / f"{experiment.name}.jsonl", out / f"{experiment.name}.safetensors"
-    with checkpoint.lock(saved) if resume else nullcontext():
-        state = _load_state(simulation, saved) if resume and saved.exists() else None
-        records = truncate_run(path, state.number) if state else []
+    with files.held(), _advice(files, resume):
+        return _run(simulation, files, on_round, resume, save)
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The files of one run in the directory ``out``."""
+
+    out: Path
+    name: str
+
+    @property
+    def records(self) -> Path:
+        """A line of JSON for every round."""
+        return self.out / f"{self.name}.jsonl"
+
+    @property
+    def settings(self) -> Path:
+        """The settings that repeat the run."""
+        return self.out / f"{self.name}.toml"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The state from which it resumes."""
+        return self.out / f"{self.name}.safetensors"
+
+    def check(self) -> None:
+        """Raise an error if the files cannot be written for what is there instead of them."""
+        check_folder(self.out)
+        for path in (self.records, self.settings, self.checkpoint):
+            check_target(path)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the files for this run; does nothing where `run_all` already holds them for it."""
+        with nullcontext() if self.records in _held.get() else lock(self.records):
+            yield
+
+
+_held: ContextVar[frozenset[Path]] = ContextVar("held", default=frozenset())  # records of the runs of `run_all`
+
+
+def _run(
+    simulation: Simulation, files: RunFiles, on_round: OnRound, resume: bool, save: Path | None
+) -> list[RoundRecord]:
+    experiment = simulation.experiment
+    clean(files.checkpoint, files.settings)
+    write_text(files.settings, to_toml(asdict(experiment)))
+    state = _load_state(simulation, files.checkpoint) if resume and checkpoint.exists(files.checkpoint) else None
+    done = state.number if state else 0
+    with open_run(files.records, experiment, done) as (path, records):
         for record in records:
             on_round(experiment, record)
 
@@ -86,40 +130,39 @@ def run(
                 state = after
                 yield record
                 if resume:  # after the record has been written
-                    _save_state(state, saved)
+                    _save_state(simulation, state, files.checkpoint, path)
 
-        with _restore_longer(path, new=state is None), path.open("a" if state else "w", encoding="utf-8") as file:
+        with path.open("a", encoding="utf-8") as file:
             for record in stream_records(experiment, remaining_rounds(), file):
                 records.append(record)
                 on_round(experiment, record)
-    if save is not None and state is not None:
-        save_params(save, state.params)
+        if save is not None and state is not None:
+            save_params(save, state.params)
     return records
 
 
 @contextmanager
-def _restore_longer(path: Path, new: bool) -> Iterator[None]:
-    """Restore the earlier file of the same settings if its successor ends up shorter; remove one without rounds."""
-    earlier = path.with_name(f"{path.name}.before")
-    if new and path.exists():
-        path.replace(earlier)
+def _advice(files: RunFiles, resume: bool) -> Iterator[None]:
+    """Add to the error of a file that cannot be written, for instance on a full disk, how the run continues."""
     try:
         yield
-    finally:
-        if earlier.exists() and (not path.exists() or earlier.stat().st_size > path.stat().st_size):
-            earlier.replace(path)
-        earlier.unlink(missing_ok=True)
-        if path.exists() and path.read_bytes().count(b"\n") < 2:  # only the manifest
-            path.unlink()
+    except FileError as error:
+        how = "the run resumes where it was" if resume else f"{files.records} has the rounds until now"
+        raise FileError(f"{error}. When it can be written, start the same command again: {how}") from error
 
 
-def _save_state(state: State, path: Path) -> None:
-    facts = {"number": state.number, "loss": state.loss}
-    checkpoint.save(path, state.params, state.carried, facts, after=path.with_suffix(".jsonl"))
+def _identity(simulation: Simulation) -> dict[str, Any]:
+    """Return what a checkpoint must agree with to be resumed."""
+    return {**asdict(simulation.experiment), "data digest": simulation.data.digest}
+
+
+def _save_state(simulation: Simulation, state: State, path: Path, records: Path) -> None:
+    facts = {**_identity(simulation), "number": state.number, "loss": state.loss}
+    checkpoint.save(path, state.params, state.carried, facts, after=records)
 
 
 def _load_state(simulation: Simulation, path: Path) -> State:
-    saved = checkpoint.load(path, simulation.engine.initial_params())
+    saved = checkpoint.load(path, simulation.engine.initial_params(), _identity(simulation))
     return State(saved.facts["number"], saved.params, loss=saved.facts["loss"], **saved.rule)
 
 
@@ -152,9 +195,10 @@ def run_until_error(
     failure.unlink(missing_ok=True)
     try:
         return run(experiment, out, collect)
+    except FileError:  # which says nothing about the experiment
+        raise
     except FedcontextError as error:
-        failure.parent.mkdir(parents=True, exist_ok=True)
-        failure.write_text(f"{error}\n", encoding="utf-8")
+        write_text(failure, f"{error}\n")
         return records
 
 
@@ -169,7 +213,7 @@ def run_all(
     jobs: int,
     on_round: OnRound = lambda experiment, record: None,
     *,
-    run: Callable[[Experiment, Path, OnRound], list[RoundRecord]] = run,
+    run: Run = run,
 ) -> list[list[RoundRecord]]:
     """Run experiments in ``jobs`` processes and return the records of each, in order.
 
@@ -179,102 +223,28 @@ def run_all(
     by_model = {(each.dataset, each.model): each for each in experiments}
     for experiment in dict.fromkeys((*by_algorithm.values(), *by_model.values())):
         prepare(experiment)  # an error in the settings is raised before anything is written
-    if jobs <= 1 or len(experiments) <= 1:
-        return [run(experiment, out, on_round) for experiment in experiments]
-    context = multiprocessing.get_context("spawn")
-    messages, cancel = context.Queue(), context.Event()
-    shared = messages, cancel, LOG.level
-    with _one_thread_each(), ProcessPoolExecutor(jobs, context, _init_worker, shared) as pool:
-        try:
-            with _interrupts(blocked=True):  # while it imports modules, a worker would answer with a traceback
-                futures = {pool.submit(_run_in_worker, run, experiment, out): experiment for experiment in experiments}
-            for experiment, record in completed_rounds(futures, messages):
-                on_round(experiment, record)
-            return [future.result() for future in futures]
-        except BaseException:
-            cancel.set()
-            with _interrupts(blocked=True):  # the workers still need what a second interrupt would release
-                pool.shutdown(cancel_futures=True)
-            raise
+    with _held_for(experiments, out):
+        if jobs <= 1 or len(experiments) <= 1:
+            return [run(experiment, out, on_round) for experiment in experiments]
+        return run_in_processes(experiments, out, jobs, on_round, partial(_run_held, run, _held.get()))
 
 
-def completed_rounds(
-    futures: Mapping[Future[list[RoundRecord]], Experiment], messages: Any
-) -> Iterator[tuple[Experiment, RoundRecord]]:
-    """Yield each round once, from the workers' messages or, where its message is late, from the finished run.
-
-    Raises the error of the first run that fails.
-    """
-    pending, seen = set(futures), dict.fromkeys(futures.values(), 0)  # rounds yielded so far
-    while pending:
-        done, pending = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
-        finished = [(futures[each], record) for each in done for record in each.result()]
-        for experiment, record in chain(_received(messages), finished):
-            if record.number > seen[experiment]:
-                seen[experiment] = record.number
-                yield experiment, record
+@contextmanager
+def _held_for(experiments: Sequence[Experiment], out: Path) -> Iterator[None]:
+    """Hold the files of all experiments, so that no later run can take those of one that has not started."""
+    files = [RunFiles(out, experiment.name) for experiment in dict.fromkeys(experiments)][:MAX_HELD]
+    with ExitStack() as stack:
+        for each in files:
+            each.check()
+            stack.enter_context(each.held())
+        before = _held.set(_held.get() | {each.records for each in files})
+        stack.callback(_held.reset, before)
+        yield
 
 
-def _received(messages: Any) -> Iterator[Any]:
-    while True:
-        try:
-            yield messages.get(timeout=0.05)
-        except queue.Empty:
-            return
-
-
-_messages: Any = None  # in a worker: the queue of completed rounds
-_cancel: Any = None  # in a worker: the event that ends its runs
-
-
-def _init_worker(messages: Any, cancel: Any, log_level: int) -> None:
-    global _messages, _cancel
-    _messages, _cancel = messages, cancel
-    LOG.setLevel(log_level)
-
-
-class Cancelled(Exception):
-    """The run was cancelled by the process that started it."""
-
-
-def _run_in_worker(
-    run: Callable[[Experiment, Path, OnRound], list[RoundRecord]], experiment: Experiment, out: Path
+def _run_held(
+    run: Run, held: frozenset[Path], experiment: Experiment, out: Path, on_round: OnRound
 ) -> list[RoundRecord]:
-    def on_round(experiment: Experiment, record: RoundRecord) -> None:
-        _messages.put((experiment, record))
-        if _cancel.is_set():
-            raise Cancelled
-
-    if _cancel.is_set():
-        raise Cancelled
-    with _interrupts(blocked=False):
-        return run(experiment, out, on_round)
-
-
-@contextmanager
-def _interrupts(blocked: bool) -> Iterator[None]:
-    """Block SIGINT, in this process and those it starts meanwhile, or unblock it; does nothing on Windows."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    try:
-        signal.pthread_sigmask(signal.SIG_BLOCK if blocked else signal.SIG_UNBLOCK, {signal.SIGINT})
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Limit the workers' linear algebra to one thread each, for they share the cores."""
-    before = {name: os.environ.get(name) for name in THREAD_VARIABLES}
-    os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    """Run an experiment in a worker process whose parent holds the files."""
+    _held.set(held)
+    return run(experiment, out, on_round)

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcontext.errors import FedcontextError
-from fedcontext.records import RoundRecord, read_run, write_records
+from fedcontext.records import RoundRecord, read_run
 from fedcontext.report.html import to_json
 from fedcontext.report.page_data import page_data
 from fedcontext.results.reader import read_file, read_runs
+from fedcontext.run_file import write_records
 
 ANY_JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

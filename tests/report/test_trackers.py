@@ -17,7 +17,7 @@ from fedcontext.callbacks.progress import Progress
 from fedcontext.callbacks.trackers import metrics_of, track_runs
 from fedcontext.errors import FedcontextError, MissingExtra
 from fedcontext.preparation import train
-from fedcontext.runner import completed_rounds
+from fedcontext.processes import completed_rounds
 
 from .conftest import experiments
 

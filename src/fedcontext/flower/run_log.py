@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ from typing import Any
 from flwr.app import MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
-from fedcontext import checkpoint, records
-from fedcontext.errors import FedcontextError
+from fedcontext import checkpoint
 from fedcontext.flower.exclusion import Carried, Outcome
 from fedcontext.flower.protocol import Arrays, metric
-from fedcontext.records import RoundRecord
+from fedcontext.records import RoundRecord, stream_records
+from fedcontext.run_file import open_run
+from fedcontext.storage import check_target, clean, lock, naming
 
 log = logging.getLogger("flwr")
 LOSS = ("loss", "eval_loss", "eval-loss")  # names that apps use
@@ -42,50 +43,45 @@ class RunLog:
     def __init__(self, records_file: str | Path | None, checkpoint_file: str | Path | None) -> None:
         self._records = Path(records_file) if records_file else None
         self._checkpoint = Path(checkpoint_file) if checkpoint_file else None
+        self._active: Path | None = None  # the file that the records go to
         self._manifest: dict[str, Any] = {}
         self._identity: dict[str, Any] = {}
 
     @contextmanager
     def open(self, initial: Arrays, identity: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[RunState]:
-        """Yield the state to start from, and hold the checkpoint against other processes meanwhile.
+        """Yield the state to start from, and hold the files against other processes meanwhile.
 
         Raises `FedcontextError` if the checkpoint was made with another ``identity``: its rounds would not be this run's.
         """
         self._manifest, self._identity = dict(settings), json.loads(json.dumps(identity, default=str))
-        if self._checkpoint is None:
-            yield self._new(initial)
-            return
-        with checkpoint.lock(self._checkpoint):
-            yield self._resumed(self._checkpoint, initial) if self._checkpoint.exists() else self._new(initial)
+        with ExitStack() as stack:
+            for path in filter(None, (self._records, self._checkpoint)):
+                check_target(path)
+                stack.enter_context(lock(path))
+                clean(path)
+            state = self._resumed(initial)
+            if self._records:
+                self._active, _ = stack.enter_context(open_run(self._records, self._manifest, state.number))
+            yield state
 
-    def _new(self, initial: Arrays) -> RunState:
-        if self._records:
-            self._records.parent.mkdir(parents=True, exist_ok=True)
-            self._records.write_text("", encoding="utf-8")
-        return RunState(0, initial)
-
-    def _resumed(self, path: Path, initial: Arrays) -> RunState:
-        saved = checkpoint.load(path, initial)
-        for name, value in self._identity.items():
-            if saved.facts.get(name) != value:
-                raise FedcontextError(
-                    f"{path}: {name} must be {value!r} as in this run, got {saved.facts.get(name)!r}: "
-                    "use the settings of the checkpoint, or another file"
-                )
+    def _resumed(self, initial: Arrays) -> RunState:
+        path = self._checkpoint
+        if path is None or not checkpoint.exists(path):
+            return RunState(0, initial)
+        saved = checkpoint.load(path, initial, self._identity)
         number, loss, lost = (saved.facts[name] for name in ("number", "loss", "lost"))
-        if self._records:
-            records.truncate_run(self._records, number)
         log.info("Resuming after round %d from %s", number, path)
         return RunState(number, saved.params, Carried(**saved.rule), loss, lost)
 
     def write(self, state: RunState, record: RoundRecord | None) -> None:
         """Write a round's record, then its checkpoint: after a crash between the two the round is repeated."""
-        if self._records and record:
-            with self._records.open("a", encoding="utf-8") as file:
-                list(records.stream_records(self._manifest, [record], file))
+        if self._active and record:
+            with naming(self._active), self._active.open("a", encoding="utf-8") as file:
+                list(stream_records(self._manifest, [record], file))
         if self._checkpoint:
             facts = {**self._identity, "number": state.number, "lost": state.lost, "loss": state.loss}
-            checkpoint.save(self._checkpoint, state.params, vars(state.carried), facts, after=self._records)
+            after = self._active if self._active and self._active.exists() else None
+            checkpoint.save(self._checkpoint, state.params, vars(state.carried), facts, after=after)
 
 
 def round_record(

@@ -1,0 +1,130 @@
+"""Run files while they are written: begun, continued after a crash, and put in the place of earlier ones at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fedcontext.errors import FedcontextError
+from fedcontext.records import RoundRecord, Settings, manifest, read_lines, read_run, stream_records, to_json
+from fedcontext.storage import check_target, clean, make_folder, naming, write_text
+
+LOG = logging.getLogger("fedcontext")
+
+
+def write_records(path: str | Path, settings: Settings, records: Iterable[RoundRecord]) -> None:
+    """Write a run file from your own training loop, for `load_runs`, ``fedcontext report`` and ``fedcontext export``.
+
+    ``settings`` is an `Experiment` or any mapping; the report groups runs by its ``dataset``, ``algorithm`` and ``seed``.
+    Each record is flushed as it comes, so ``records`` may be a generator over a running loop. An earlier file at
+    ``path`` is replaced at the end; until then the records are in ``<path>.new``.
+
+    >>> import tempfile
+    >>> records = [RoundRecord(number=1, loss=0.9, devices=[3, 7], weights=[0.5, 0.5]), RoundRecord(number=2, loss=0.7)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_records(f"{folder}/run.jsonl", {"dataset": "hospitals", "algorithm": "fedavg", "seed": 0}, records)
+    ...     head, again = read_run(f"{folder}/run.jsonl")
+    >>> head["settings"]["dataset"], again == records
+    ('hospitals', True)
+    """
+    with open_run(Path(path), settings) as (active, _), active.open("a", encoding="utf-8") as file:
+        for _ in stream_records(settings, records, file):
+            pass
+
+
+@contextmanager
+def open_run(path: Path, settings: Settings, done: int = 0) -> Iterator[tuple[Path, list[RoundRecord]]]:
+    """Yield the file to which a run appends its records, and the first ``done`` records, which are already in it.
+
+    A finished file is never shortened: where there is one, records go to ``<path>.new``, which replaces ``path`` at the
+    end of the block. If the block fails with fewer rounds than ``path`` has, both are kept, so that the run can resume.
+    """
+    check_target(path)
+    make_folder(path.parent)
+    clean(path, _beside(path))
+    active, records = _continued(path, settings, done) if done else (_fresh(path), [])
+    try:
+        with naming(active):
+            yield active, records
+    except BaseException:
+        _cut_incomplete_line(active)
+        _settle(active, path, complete=False)
+        raise
+    _settle(active, path, complete=True)
+
+
+def _settle(active: Path, path: Path, complete: bool) -> None:
+    """Put the records of this run in the place of earlier ones, unless these have more rounds."""
+    rounds = count_rounds(active)
+    if not rounds and not complete:
+        active.unlink(missing_ok=True)  # it has only the manifest
+    elif active == path or not active.exists():
+        return
+    elif complete or rounds >= count_rounds(path):
+        os.replace(active, path)
+    else:
+        LOG.warning("%s has more rounds than this run and is kept; those of this run are in %s", path, active)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.new")
+
+
+def _fresh(path: Path) -> Path:
+    """Return the file for a run from its start: ``path`` if that is free."""
+    check_target(_beside(path))
+    with naming(path):
+        _beside(path).unlink(missing_ok=True)
+    return _beside(path) if path.exists() and path.stat().st_size else path
+
+
+def _continued(path: Path, settings: Settings, done: int) -> tuple[Path, list[RoundRecord]]:
+    """Return the file with the first ``done`` rounds of a run and nothing behind them, and those records."""
+    source = _beside(path) if _belongs(_beside(path), settings, done) else path
+    head, records = _first_rounds(source, done)
+    finished = len(records) > done and len(records) >= (head["settings"].get("rounds") or math.inf)
+    active = _beside(path) if finished else source
+    kept = "\n".join(read_lines(source)[: done + 1]) + "\n"
+    if not active.exists() or active.read_bytes() != kept.encode():
+        write_text(active, kept)  # on disk when it returns: the checkpoint must not be ahead of the records
+    if active == path:
+        _beside(path).unlink(missing_ok=True)
+    return active, records[:done]
+
+
+def _belongs(path: Path, settings: Settings, done: int) -> bool:
+    """Return whether ``path`` has the first rounds of the run with these settings, whatever its number of rounds."""
+    try:
+        head, _ = _first_rounds(path, done)
+    except FedcontextError:
+        return False
+    mine = json.loads(to_json(manifest(settings)))["settings"]
+    return {**head["settings"], "rounds": None} == {**mine, "rounds": None}
+
+
+def _first_rounds(path: Path, done: int) -> tuple[dict[str, Any], list[RoundRecord]]:
+    """Return the manifest and the records of a run file, if it has the first ``done`` rounds."""
+    if not path.exists():
+        raise FedcontextError(f"{path}: cannot resume after round {done}: the file does not exist")
+    head, records = read_run(path)
+    if [record.number for record in records[:done]] != list(range(1, done + 1)):
+        raise FedcontextError(f"{path}: cannot resume after round {done}: rounds 1 to {done} are not all in the file")
+    return head, records
+
+
+def count_rounds(path: Path) -> int:
+    """Return the number of complete lines after the manifest; 0 if there is no file."""
+    return max(path.read_bytes().count(b"\n") - 1, 0) if path.exists() else 0
+
+
+def _cut_incomplete_line(path: Path) -> None:
+    """Remove the part of a line that a full disk or an interrupt left at the end."""
+    with contextlib.suppress(OSError):
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
