@@ -241,7 +241,8 @@ def test_at_the_implied_smoothness_averaging_is_the_minimiser_along_its_own_step
     updates, _, _ = problem
     own = list(np.random.default_rng(seed).standard_normal(updates.shape))
     d, g = updates.mean(axis=0), np.mean(own, axis=0)
-    moved = fc.aggregate(np.zeros(len(d)), list(updates), own_gradients=own, rule=fc.contextual("implied")).params
+    given_ = {"own_gradients": own, "rule": fc.contextual("implied"), "defences": None}
+    moved = fc.aggregate(np.zeros(len(d)), list(updates), **given_).params
     if g @ d >= 0:
         assert close(moved, d)
     else:
@@ -260,7 +261,7 @@ def test_fednova_is_the_mean_of_normalised_updates_times_the_mean_number_of_step
     with pytest.raises(FedcontextError, match="needs the number of local SGD steps of each device: give steps"):
         fc.aggregate(np.zeros(6), list(updates), samples=samples, rule=fc.fednova())
     with pytest.raises(FedcontextError, match=r"steps must be positive, got \[1.0, 0.0, 2.0\]"):
-        fc.aggregate(np.zeros(6), list(updates), samples=samples, steps=[1, 0, 2], rule=fc.fednova())
+        fc.aggregate(np.zeros(6), list(updates), samples=samples, steps=[1, 0, 2], rule=fc.fednova(), defences=None)
 
 
 def test_with_equal_steps_fednova_is_averaging():
@@ -276,7 +277,7 @@ def test_fedexp_is_the_printed_formula(problem, epsilon):
     updates, _, _ = problem
     d = updates.mean(axis=0)
     rate = max(1, (updates**2).sum() / (2 * len(updates) * (d @ d + epsilon)))
-    moved = fc.aggregate(np.zeros(len(d)), list(updates), rule=fc.fedexp(epsilon)).params
+    moved = fc.aggregate(np.zeros(len(d)), list(updates), rule=fc.fedexp(epsilon), defences=None).params
     np.testing.assert_allclose(moved, rate * d, rtol=1e-6, atol=1e-9 * np.abs(updates).max())
 
 

@@ -19,6 +19,7 @@ EXPORTS = {
     ],
     "arrays.memmap": ["open_memmap"],
     "codec": ["Codec"],
+    "defences": ["Defences"],
     "datasets": ["FederatedData", "federate", "load_dataset"],
     "errors": ["FedcontextError", "MissingExtra"],
     "experiment": ["Experiment"],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from fedcontext.arrays.tree import (
     SCRATCH,
     Array,
+    BoolArray,
     FloatArray,
     Leaves,
     Structure,
@@ -24,8 +26,9 @@ from fedcontext.arrays.tree import (
     rebuild,
     size_of,
 )
+from fedcontext.defences import OFF, Defences, Screened, lower_median, screen
 from fedcontext.errors import FedcontextError, positive
-from fedcontext.geometry import Geometry, Report, Structures, Vectors, measure, shares
+from fedcontext.geometry import Geometry, Name, Report, Structures, Vectors, measure, norms_of, shares
 from fedcontext.rules import AnyRule, CoordinateRule, Rule, State, SumRule, bound
 from fedcontext.sums import by_coordinate, sums_of, unflat
 from fedcontext.validation import output_leaves, raise_not_finite, select_leaves, validate
@@ -36,10 +39,11 @@ class Aggregation:
     """What `aggregate` returns: the new params, and the weights and diagnostics behind them."""
 
     params: Structure
-    weights: FloatArray  # (K,) of the devices, in the order of their updates
+    weights: FloatArray  # (K,) of the devices, in the order of their updates; 0 for those that are left out
     promised_change: float  # the bound on the loss change over the measured layers; NaN without gradient or smoothness
     geometry: Geometry | None  # None for a rule that works on sums over devices
     state: State  # the rule's state, for the next round
+    screened: Screened = field(repr=False)  # what the defences did
     info: dict[str, Any] = field(default_factory=dict)  # numbers that a rule reports
     make_step: Callable[[], Structure] = field(repr=False, default=lambda: None)
 
@@ -47,6 +51,22 @@ class Aggregation:
     def step(self) -> Structure:
         """The step Σ αₖ Δₖ itself, a structure like params; computed when it is first asked for."""
         return self.make_step()
+
+    @property
+    def excluded(self) -> dict[Name, str]:
+        """Why nothing that a device sent was used, by its key in a mapping or its position in a sequence."""
+        return self.screened.excluded
+
+    @property
+    def clipped(self) -> dict[Name, str]:
+        """What of a device was used in part."""
+        return self.screened.clipped
+
+    @property
+    def applied(self) -> dict[Name, float]:
+        """The weights of the devices that were not left out."""
+        pairs = zip(self.screened.names, self.weights.tolist(), strict=True)
+        return {name: weight for name, weight in pairs if name not in self.excluded}
 
     @property
     def condition(self) -> float | None:
@@ -81,6 +101,7 @@ def aggregate(
     smoothness: float | None = None,
     state: State = None,
     out: Structure | None = None,
+    defences: Defences | None = Defences(),  # noqa: B008
     scratch: int = SCRATCH,
 ) -> Aggregation:
     """Return the params after one aggregation: w + Σ αₖ Δₖ (eq. 4) with the weights of a `Rule`, or w + the step of another rule.
@@ -111,6 +132,8 @@ def aggregate(
         state: the state that the rule returned last round.
         out: where to write the new params: ``params`` itself, or a structure like it in other memory; fresh arrays if
             None.
+        defences: how far one device can go, in multiples of the round's median. What is not finite is left out and named
+            in ``excluded``. None turns them off, and what is not finite is an error.
         scratch: bytes of a block; the working memory is at most four of them, whatever the size of the model.
 
     >>> import numpy as np
@@ -129,7 +152,10 @@ def aggregate(
             updates, samples, gradient, gradients, probe_weights, own_gradients, pool, differences, population, steps
         )
     model = _Model.of(params, layers if isinstance(rule, Rule) else None, buffers)
-    vectors = validate(report, model.leaves, model.measured)
+    defences = OFF if defences is None else defences
+    vectors = validate(report, model.leaves, model.measured, strict=not defences.outlier)
+    if "root" in rule.needs:  # the server's own update is trusted
+        vectors = replace(vectors, names=replace(vectors.names, pool=()))
     _check_needs(rule, report, model)
     if out is not None:
         out = output_leaves(model.leaves, report.updates, out)
@@ -142,9 +168,9 @@ def aggregate(
     if not isinstance(rule, Rule):
         if layers is not None:
             raise FedcontextError(f"rule '{rule.name}' does not support layers: it uses all floating-point leaves")
-        return _apply_sums(rule, model, report, vectors, state, out, scratch)
+        return _apply_sums(rule, model, report, vectors, state, out, defences, scratch)
     beta = rule.smoothness if smoothness is None else positive("smoothness", smoothness)
-    return _apply_weights(rule, model, report, vectors, state, beta, out, scratch)
+    return _apply_weights(rule, model, report, vectors, state, beta, out, defences, scratch)
 
 
 @dataclass(frozen=True)
@@ -169,6 +195,11 @@ class _Model:
         """The measured leaves in the order of the params."""
         return [name for name in self.leaves if name in self.measured]
 
+    @property
+    def rest(self) -> list[str]:
+        """The other leaves."""
+        return [name for name in self.leaves if name not in self.measured]
+
 
 def _apply_weights(
     rule: Rule,
@@ -178,25 +209,38 @@ def _apply_weights(
     state: State,
     smoothness: float | None,
     out: Leaves | None,
+    defences: Defences,
     scratch: int,
 ) -> Aggregation:
     largest = {
         name: _largest(name, leaf, scratch) for name, leaf in model.leaves.items() if kind_of(leaf) == "floating"
     }
-    geometry = measure(vectors, model.order, "own gradients" in rule.needs, scratch)
+    products = measure(vectors, model.order, "own gradients" in rule.needs, scratch)
+    norms = np.sqrt(np.diag(products.gram))
+    screened = screen(vectors, norms, model.order, model.rest, defences, scale_free=rule.scale_free, scratch=scratch)
+    geometry, kept = screened.geometry(products, vectors.steps), screened.devices
     if not geometry.finite:
         raise_not_finite(report, model.measured)
-    weights, state = rule.weigh(geometry, state)
-    weights = _checked_weights(rule, weights, len(vectors.updates))
-    reach = float(np.abs(weights) @ np.sqrt(np.diag(geometry.gram))[: len(weights)])  # no entry moves further
+    seen = geometry.rows(screened.kept, screened.updates)
+    weights, state = rule.weigh(seen, state)
+    weights = _checked_weights(rule, weights, kept.sum())
+    count = len(kept)
+    weights, info = _limited(weights, seen, 0 if rule.scale_free else defences.max_step)
+    applied = _spread(weights * screened.updates[:count][kept], kept)
+    reach = float(np.abs(applied[kept]) @ norms[:count][kept])  # no entry moves further
     safe = {name for name in model.measured if largest[name] + reach <= largest_number(model.leaves[name])}
-    averages = shares(vectors.samples, len(weights))
-    by_leaf = {name: averages if name in model.averaged else weights for name in model.leaves}
+    averages = shares(screened.samples[kept], kept.sum()) * screened.rest[kept]
+    outside = weights * _outside_factors(weights, screened, defences.max_step)
+    by_leaf = {
+        name: applied[kept] if name in model.measured else averages if name in model.averaged else outside
+        for name in model.leaves
+    }
+    updates = [update for update, use in zip(vectors.updates, kept, strict=True) if use]
 
     def combined(base: Leaves, out: Leaves | None) -> Structure:
-        return rebuild(model.params, _combined(base, vectors.updates, by_leaf, safe, out, scratch))
+        return rebuild(model.params, _combined(base, updates, by_leaf, safe, out, scratch))
 
-    promised = bound(geometry, weights, smoothness) if smoothness and geometry.slopes is not None else float("nan")
+    promised = bound(geometry, applied, smoothness) if smoothness and geometry.slopes is not None else float("nan")
     new = combined(model.leaves, out)
 
     def step() -> Structure:
@@ -204,7 +248,7 @@ def _apply_weights(
             raise FedcontextError("step is not available where out was given; aggregate without out")
         return combined(_zeros_like(model.leaves), None)
 
-    return Aggregation(new, weights, promised, geometry, state, make_step=step)
+    return Aggregation(new, applied, promised, geometry, state, screened, info, make_step=step)
 
 
 def _apply_sums(
@@ -214,39 +258,67 @@ def _apply_sums(
     vectors: Vectors,
     state: State,
     out: Leaves | None,
+    defences: Defences,
     scratch: int,
 ) -> Aggregation:
     for name, leaf in model.leaves.items():
         if kind_of(leaf) == "floating":
             _largest(name, leaf, scratch)  # refuses params that are not finite
-    info: dict[str, Any] = {}
+    norms = norms_of(vectors.updates, model.order, scratch)
+    screened = screen(vectors, norms, model.order, model.rest, defences, scratch=scratch)
+    kept, info = screened.devices, dict[str, Any]()
     if isinstance(rule, CoordinateRule):
-        vector = by_coordinate(rule.combine, vectors.updates, model.order, scratch)
+        vector = by_coordinate(rule.combine, vectors.updates, model.order, screened.factors, scratch)
         finite = bool(np.isfinite(vector).all())
     else:
-        sums = sums_of(vectors, model.order)
+        sums = sums_of(vectors, model.order, screened)
         finite = sums.finite
     if not finite:
         raise_not_finite(report, model.measured)
     if isinstance(rule, SumRule):
         vector, state, info = rule.step(sums, state, report.population)
     moved = unflat(vector, model.leaves, model.order)
-    count = len(vectors.updates)
-    averages = shares(vectors.samples, count)
+    averages = shares(screened.samples[kept], kept.sum()) * screened.rest[kept]
+    updates = [update for update, use in zip(vectors.updates, kept, strict=True) if use]
 
     def combined(base: Leaves, out: Leaves | None) -> Structure:
         means = {name: base[name] for name in model.averaged}
-        new = _combined(means, vectors.updates, dict.fromkeys(means, averages), set(), None, scratch)  # may overflow
+        new = _combined(means, updates, dict.fromkeys(means, averages), set(), None, scratch)  # may overflow
         moving = {name: base[name] for name in moved}
         new |= _combined(moving, [moved], dict.fromkeys(moved, np.ones(1)), set(), out, scratch)
         new |= {name: _written(new[name], None if out is None else out[name]) for name in means}
         return rebuild(model.params, {name: new[name] for name in base})
 
-    weights = np.full(count, info.get("mean", 1.0) / count)
-    new = combined(model.leaves, out)
-    return Aggregation(
-        new, weights, float("nan"), None, state, info, make_step=lambda: combined(_zeros_like(model.leaves), None)
-    )
+    weights = info.get("mean", 1.0) / kept.sum() * screened.factors
+    new, nan = combined(model.leaves, out), float("nan")
+
+    def step() -> Structure:
+        return combined(_zeros_like(model.leaves), None)
+
+    return Aggregation(new, weights, nan, None, state, screened, info, make_step=step)
+
+
+def _limited(weights: FloatArray, geometry: Geometry, most: float) -> tuple[FloatArray, dict[str, Any]]:
+    """Return the weights of a step of at most ``most`` median updates (0: of any length), and a note if it was longer."""
+    gram = geometry.gram[: len(weights), : len(weights)]
+    length, limit = math.sqrt(max(float(weights @ gram @ weights), 0)), most * lower_median(np.sqrt(np.diag(gram)))
+    return (weights * limit / length, {"step_clipped": limit / length}) if 0 < limit < length else (weights, {})
+
+
+def _outside_factors(weights: FloatArray, screened: Screened, most: float) -> FloatArray:
+    """Return (K',) factors of the leaves outside the geometry: no device moves them by more than ``most`` medians."""
+    kept = screened.devices
+    lengths = np.abs(weights) * (screened.rest * screened.rest_norms)[kept]
+    limit = most * lower_median(screened.rest_norms)
+    clipped = np.divide(limit, lengths, out=np.ones(len(lengths)), where=lengths > limit)
+    return screened.rest[kept] * (clipped if most else 1)
+
+
+def _spread(values: FloatArray, kept: BoolArray) -> FloatArray:
+    """Return (K,) the values of the devices that are kept, and zeros."""
+    spread = np.zeros(len(kept))
+    spread[kept] = values
+    return spread
 
 
 def _check_needs(rule: AnyRule, report: Report, model: _Model) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from fedcontext.algorithms import ALGORITHMS
 from fedcontext.attacks import ATTACKS
 from fedcontext.datasets import NAMES
+from fedcontext.defences import Defences
 from fedcontext.engines.base import ENGINES
 from fedcontext.errors import FedcontextError
 from fedcontext.faults import FAULTS
@@ -27,6 +28,7 @@ ROUNDS = {"synthetic": 200, "mnist": 100, "femnist": 200, "leaf": 200}
 LEARNING_RATES = {"synthetic": 0.01, "mnist": 0.03, "femnist": 0.003, "leaf": 0.003}
 PUBLISHED = "as published for the data set"
 AVERAGING = one_of(("mean", "samples"))
+SAFE = Defences()
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,23 @@ class Experiment:
     probe_averaging: Averaging = setting(
         "samples", AVERAGING, "Averaging of the probes' gradients: plain mean, or by sample counts"
     )
+    max_gradient: float = setting(
+        SAFE.max_gradient, number(), "Gradients are clipped to this multiple of the probes' median norm; 0 disables"
+    )
+    max_update: float = setting(
+        SAFE.max_update, number(), "Updates are clipped to this multiple of the cohort's median norm; 0 disables"
+    )
+    max_samples: float = setting(
+        SAFE.max_samples, number(), "Sample counts weigh at most this multiple of their median; 0 disables"
+    )
+    max_step: float = setting(
+        SAFE.max_step, number(), "Steps of averaging rules are at most this multiple of the median update; 0 disables"
+    )
+    outlier: float = setting(
+        SAFE.outlier,
+        number(),
+        "Devices whose gradient or update is longer than this multiple of the median are left out, as for NaN; 0 disables",
+    )
     fleet: str = setting("edge", one_of(PROFILES), "Speeds and links of the devices")
     deadline: float = setting(0, number(), "Seconds after which a round ends; 0 waits for every device")
     over_select: float = setting(0, number(), "Fraction of additional devices to select; the first replies are kept")
@@ -138,6 +157,12 @@ class Experiment:
             object.__setattr__(self, each.name, each.metadata["check"](each.name, value))
         if self.engine == "auto":
             object.__setattr__(self, "engine", _engine_for(self.model, self.device))
+        _ = self.defences  # refuses multiples between 0 and 1
+
+    @property
+    def defences(self) -> Defences:
+        """Return the bounds on what one device can do."""
+        return Defences(**{each.name: getattr(self, each.name) for each in fields(Defences)})
 
     @property
     def name(self) -> str:

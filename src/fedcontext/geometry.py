@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from fedcontext.arrays.tree import SCRATCH, FloatArray, Leaves, Structure, framework
+from fedcontext.arrays.tree import SCRATCH, BoolArray, FloatArray, Leaves, Structure, framework
 from fedcontext.errors import FedcontextError
 
-Structures: TypeAlias = Sequence[Structure] | Mapping[object, Structure]
+Structures: TypeAlias = Sequence[Structure] | Mapping[Any, Structure]
+Name: TypeAlias = Any  # of a device: its key in a mapping, its position in a sequence
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,23 @@ class Geometry:
         parts = (self.gram, self.slopes, self.alignments)
         return all(part is None or bool(np.isfinite(part).all()) for part in parts)
 
+    def rows(self, kept: BoolArray, factors: FloatArray) -> Geometry:
+        """Return the geometry of the rows that are ``kept`` (M,), each scaled by its factor (M,).
+
+        >>> Geometry(np.eye(3), np.ones(3)).rows(np.array([True, False, True]), np.array([1.0, 1.0, 2.0])).gram
+        array([[1., 0.],
+               [0., 4.]])
+        """
+        cohort, scale = kept[: len(self.samples)], factors[kept]
+        return Geometry(
+            gram=self.gram[np.ix_(kept, kept)] * np.outer(scale, scale),
+            samples=self.samples[cohort],
+            slopes=None if self.slopes is None else self.slopes[:, kept] * scale,
+            probe_weights=self.probe_weights,
+            alignments=None if self.alignments is None else self.alignments[cohort],
+            steps=None if self.steps is None else self.steps[cohort],
+        )
+
     @cached_property
     def condition(self) -> float:
         """Condition number of the Gram matrix of the normalised, non-zero updates: 1 is orthogonal, 1e16 singular."""
@@ -74,6 +92,16 @@ class Geometry:
             return 1.0
         values = np.linalg.eigvalsh((self.gram / np.outer(norms, norms).clip(1e-300))[np.ix_(moved, moved)])
         return float(values[-1] / max(values[0], values[-1] * 1e-16))
+
+
+@dataclass(frozen=True)
+class Names:
+    """Whose the rows are. A device has one name: the same key in two mappings is the same device."""
+
+    devices: Sequence[Name] = ()
+    probes: Sequence[Name] = ()
+    pool: Sequence[Name] = ()
+    invalid: Mapping[Name, str] = field(default_factory=dict)  # why a device's counts cannot be used
 
 
 @dataclass(frozen=True)
@@ -88,28 +116,52 @@ class Vectors:
     pool: list[Leaves]
     differences: list[Leaves]  # one for each probe, or none
     steps: FloatArray | None = None  # (K,)
+    names: Names = Names()
+
+    @property
+    def probes(self) -> list[Leaves]:
+        """The gradients that estimate the global one: the probes', or without probes the cohort's own (K2 = 0)."""
+        return self.gradients or self.own_gradients
+
+
+@dataclass(frozen=True)
+class Products:
+    """Inner products of all that devices sent, as measured."""
+
+    gram: FloatArray  # (M, M) <Δi, Δj>
+    slopes: FloatArray | None  # (P, M) <∇F_p, Δk>
+    own: FloatArray | None  # (K, P) <∇F_k, ∇F_p>, where asked for
 
 
 def measure(
-    vectors: Vectors, layers: Iterable[str] | None = None, alignments: bool = False, scratch: int = SCRATCH
-) -> Geometry:
-    """Return the geometry of what the devices sent, in one pass over the blocks of the chosen ``layers``.
+    vectors: Vectors, layers: Iterable[str] | None = None, own: bool = False, scratch: int = SCRATCH
+) -> Products:
+    """Return the inner products of what the devices sent, in one pass over the blocks of the chosen ``layers``.
 
-    Without probes the cohort's own gradients estimate the global one (the paper's K2 = 0). ``alignments`` asks for the
-    inner products of the own gradients with that estimate.
+    ``own`` asks for the inner products of the own gradients with those of the probes.
     """
-    rows, probes = [*vectors.updates, *vectors.pool], vectors.gradients or vectors.own_gradients
+    rows = [*vectors.updates, *vectors.pool]
     names = list(rows[0] if layers is None else layers)
-    products = _products(rows, probes, names, scratch)
-    between = _products(vectors.own_gradients, probes, names, scratch) if alignments else None
-    return Geometry(
+    products = _products(rows, vectors.probes, names, scratch)
+    between = _products(vectors.own_gradients, vectors.probes, names, scratch) if own else None
+    return Products(
         gram=products[:, : len(rows)],
-        samples=vectors.samples,
-        slopes=products[:, len(rows) :].T if probes else None,
-        probe_weights=vectors.probe_weights,
-        steps=vectors.steps,
-        alignments=None if between is None else between[:, len(between) :] @ shares(vectors.probe_weights, len(probes)),
+        slopes=products[:, len(rows) :].T if vectors.probes else None,
+        own=None if between is None else between[:, len(between) :],
     )
+
+
+def norms_of(rows: Sequence[Leaves], names: Iterable[str], scratch: int = SCRATCH) -> FloatArray:
+    """Return (K,) the norm of each row over the leaves ``names``; NaN or infinite where an entry or a square is.
+
+    >>> norms_of([{"w": np.array([3.0, 4.0])}, {"w": np.array([1e30, np.nan])}], ["w"])
+    array([ 5., nan])
+    """
+    names, several = list(names), 4  # rows at once: as many as the compiled products read together
+    squares = [
+        np.diag(_products(rows[first : first + several], [], names, scratch)) for first in range(0, len(rows), several)
+    ]
+    return np.asarray(np.sqrt(np.concatenate([np.zeros(0), *squares])))
 
 
 def _products(rows: Sequence[Leaves], columns: Sequence[Leaves], names: Sequence[str], scratch: int) -> FloatArray:

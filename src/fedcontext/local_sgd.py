@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fedcontext.arrays.tree import Structure
 from fedcontext.errors import FedcontextError, positive
 
 NAMED = 3  # devices that an error names; the others are counted
+
+
+class Diverged(FedcontextError):
+    """Local training left the finite numbers; ``updates`` has those of all devices, as far as an engine knows them."""
+
+    updates: Sequence[Structure] = ()
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class LocalSGD:
                     f"engine '{engine}' does not support {name} (got {getattr(self, name)}); use engine 'torch'"
                 )
 
-    def divergence_error(self, devices: Sequence[int]) -> FedcontextError:
+    def divergence_error(self, devices: Sequence[int], updates: Sequence[Structure] = ()) -> Diverged:
         """Return what to raise where the training of these devices left the finite numbers.
 
         >>> print(LocalSGD(100.0, 10).divergence_error([3, 7, 1, 4, 8]))  # doctest: +NORMALIZE_WHITESPACE
@@ -59,10 +66,12 @@ class LocalSGD:
         words = [str(device) for device in devices[:NAMED]]
         words += [f"{len(devices) - NAMED} more"] if len(devices) > NAMED else []
         who = f"devices {', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else f"device {words[0]}"
-        return FedcontextError(
+        error = Diverged(
             f"{who}: the loss turned NaN or infinite in local training, and nothing was aggregated; "
             f"lower the learning rate ({self.learning_rate}) or clip gradients (engine 'torch')"
         )
+        error.updates = updates
+        return error
 
 
 def sgd(learning_rate: float, batch_size: int = 10) -> LocalSGD:

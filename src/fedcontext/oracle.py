@@ -43,15 +43,17 @@ def oracle_aggregation(
         return flat(leaves(engine.gradient(at(step), devices, weights)), trained)
 
     memory = result.state if isinstance(result.state, dict) else None
-    updates = report.updates.values() if isinstance(report.updates, dict) else report.updates
-    directions = memory["directions"] if memory else np.stack([flat(leaves(update), trained) for update in updates])
+    updates = list(report.updates.values() if isinstance(report.updates, dict) else report.updates)
+    used = np.flatnonzero(result.screened.factors)
+    directions = memory["directions"] if memory else np.stack([flat(leaves(updates[row]), trained) for row in used])
     own = flat(leaves(result.step), trained)
     step = lowest_step(lambda moved: engine.evaluate(at(moved))[0], gradient, directions, own)
     if memory:
         state = {**memory, "step": step, "deviation": step - (memory["step"] - memory["deviation"])}
         coefficients = result.weights
     else:
-        state, coefficients = result.state, np.linalg.lstsq(directions.T, step, rcond=None)[0]
+        state, coefficients = result.state, np.zeros(len(updates))
+        coefficients[used] = np.linalg.lstsq(directions.T, step, rcond=None)[0]
     moved: Leaves = unflat(step, base, trained)
     return replace(
         result,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
+from fedcontext.defences import Defences
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment, experiment_from
 
@@ -18,12 +20,15 @@ PRESETS: dict[str, Mapping[str, Any]] = {
         "probes": "all",
         "averaging": "mean",
         "probe_averaging": "mean",
+        **{each.name: 0.0 for each in fields(Defences)},  # the paper has no defences
     }
 }
 
 
 def paper(dataset: str = "mnist", **changes: Any) -> Experiment:
     """Return the setting that the paper prints: β = 1/lr, K2 = N, plain averages, K = 10, 1 to 20 local epochs.
+
+    The defences against faulty devices, which the paper does not have, are off.
 
     >>> paper("synthetic-1-1", rounds=5).smoothness
     '1/lr'

@@ -40,6 +40,7 @@ class RoundRecord:
     bytes_down: int = 0
     bytes_up: int = 0
     excluded: dict[int, str] = field(default_factory=dict)  # device: the reason its update was not applied
+    clipped: dict[int, str] = field(default_factory=dict)  # device: what was used in part
     lost: bool = False  # too few replies: the model was kept
 
 
@@ -132,8 +133,9 @@ def _parse_record(line: str, where: str) -> RoundRecord:
     if fields is None:
         raise FedcontextError(f"{where} is not a JSON object")
     try:
-        excluded = {int(device): reason for device, reason in fields.pop("excluded", {}).items()}
-        record = RoundRecord(**fields, excluded=excluded)
+        for name in ("excluded", "clipped"):
+            fields[name] = {int(device): reason for device, reason in fields.get(name, {}).items()}
+        record = RoundRecord(**fields)
     except (AttributeError, TypeError, ValueError) as error:
         raise FedcontextError(f"{where} is not a round's record ({error})") from None
     for each in dataclasses.fields(record):

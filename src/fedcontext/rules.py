@@ -33,7 +33,8 @@ class Rule:
     """How the server weighs the devices of a round: ``weigh(geometry, state) -> (weights, state)``.
 
     ``needs`` names what devices must send beyond their updates, ``init(params)`` gives the state before the first round,
-    and ``smoothness`` is the β that the rule itself uses, if any.
+    and ``smoothness`` is the β that the rule itself uses, if any. ``scale_free`` says that the step does not depend on the
+    lengths of the updates; the step of other rules is limited to a multiple of them.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Rule:
     needs: frozenset[Need] = frozenset()
     smoothness: float | None = None
     init: Callable[[Structure], State] = _no_state
+    scale_free: bool = False
 
     def __post_init__(self) -> None:
         _check_needs(self.name, self.needs)
@@ -59,6 +61,7 @@ class SumRule:
     needs: frozenset[Need] = frozenset()
     init: Callable[[Structure], State] = _no_state
     smoothness: None = None
+    scale_free: bool = False
 
     def __post_init__(self) -> None:
         _check_needs(self.name, self.needs)
@@ -92,6 +95,7 @@ def stateless(
     weigh: Callable[[Geometry], FloatArray],
     needs: tuple[Need, ...] = (),
     smoothness: float | None = None,
+    scale_free: bool = False,
 ) -> Rule:
     """Return a plain function of the geometry as a `Rule`.
 
@@ -101,7 +105,7 @@ def stateless(
     array([1., 0., 0.])
     """
     beta = None if smoothness is None else positive("smoothness", smoothness)
-    return Rule(name, lambda geometry, state: (weigh(geometry), state), frozenset(needs), beta)
+    return Rule(name, lambda geometry, state: (weigh(geometry), state), frozenset(needs), beta, scale_free=scale_free)
 
 
 def bound(geometry: Geometry, weights: FloatArray, smoothness: float) -> float:
@@ -202,7 +206,7 @@ def fedmgda(epsilon: float = 1.0) -> Rule:
             weights[moved] = minimise_on_simplex(cosines, epsilon) / lengths[moved]
         return weights
 
-    return stateless("fedmgda", weigh)
+    return stateless("fedmgda", weigh, scale_free=True)
 
 
 def contextual(smoothness: float | Literal["implied"]) -> Rule:
@@ -219,7 +223,7 @@ def contextual(smoothness: float | Literal["implied"]) -> Rule:
     if smoothness == "implied":
         return stateless("contextual (implied smoothness)", _implied_weights, ("own gradients",))
     beta = positive("smoothness", smoothness)
-    return stateless("contextual", lambda g: -solve(g.gram, g.slope) / beta, ("gradient",), beta)
+    return stateless("contextual", lambda g: -solve(g.gram, g.slope) / beta, ("gradient",), beta, scale_free=True)
 
 
 def _implied_weights(geometry: Geometry) -> FloatArray:
@@ -249,7 +253,7 @@ def expected_contextual(smoothness: float, form: Literal["exact", "printed"] = "
         weights = -solve(expected_gram(geometry, form), geometry.slope) / beta
         return weights[: len(geometry.samples)]
 
-    return stateless(f"expected contextual ({form})", weigh, ("gradient", "pool"), beta)
+    return stateless(f"expected contextual ({form})", weigh, ("gradient", "pool"), beta, scale_free=True)
 
 
 def expected_gram(geometry: Geometry, form: str = "exact") -> FloatArray:

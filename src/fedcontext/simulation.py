@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,14 @@ from fedcontext.aggregation import Aggregation, aggregate
 from fedcontext.algorithms import Algorithm
 from fedcontext.arrays.tree import FloatArray, Leaves, Structure, all_finite, kind_of, leaves, rebuild, size_of
 from fedcontext.datasets import FederatedData
+from fedcontext.defences import OFF, TooFewUsable
 from fedcontext.disturbance import Answers, Disturbance, Request
 from fedcontext.engines.base import Engine, Work
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
 from fedcontext.fleet import NO_REPLIES, Fleet, Replies, replies
-from fedcontext.geometry import Report, shares
+from fedcontext.geometry import Name, Report, shares
+from fedcontext.local_sgd import Diverged
 from fedcontext.oracle import oracle_aggregation
 from fedcontext.plan import IntArray, RoundPlan, plan_round
 from fedcontext.probing import Coding, probe_answers
@@ -91,14 +92,14 @@ class Simulation:
         if report and self.disturbance and self.disturbance.active(plan.number):
             report, lost = self.disturbance.apply(report, self._request(state, present, received))
             missing = {**missing, **lost}
-        received = replace(received, excluded={**received.excluded, **missing})
         if report and self.root:
             report = replace(report, pool={"server": self._root_update(state, plan)})
-        result = self._aggregate(state, report) if report else None
+        result, unusable = self._aggregate(state, report) if report else (None, {})
+        received = replace(received, excluded={**received.excluded, **missing, **unusable})
         after = self._after(state, report, result) if report and result else state
         loss, accuracy = self.engine.evaluate(after.params) if self._evaluates(plan.number) else (None, None)
         return replace(after, number=plan.number, loss=loss), self._record(
-            plan, received, report, result, state.loss, loss, accuracy
+            plan, received, result, state.loss, loss, accuracy
         )
 
     def run(self, state: State | None = None) -> Iterator[tuple[State, RoundRecord]]:
@@ -135,7 +136,8 @@ class Simulation:
                 self.engine, state.params, None, devices, self.coding, (self.experiment.seed, plan.number)
             )
         disturbed = self.disturbance is not None and self.disturbance.active(plan.number)
-        if "gradient" in needs and ("differences" in needs or not self.coding.exact or cohort_probes or disturbed):
+        each = "differences" in needs or not self.coding.exact or cohort_probes or disturbed
+        if "gradient" in needs and (each or self.experiment.defences != OFF):
             answers, differences = self._answers(self.engine, state, plan.number, probes)
             own, gradients = (
                 (answers, None) if cohort_probes else (own, dict(zip(probes.tolist(), answers, strict=True)))
@@ -172,9 +174,16 @@ class Simulation:
     def _train(self, state: State, plan: RoundPlan, received: Replies) -> list[Structure]:
         """Return the updates of the cohort, then those of the pool."""
         work = self._work(state, plan, received.cohort, received.pool)
-        updates = self.engine.train(state.params, work)
-        if diverged := [k for k, update in zip(work.devices.tolist(), updates, strict=True) if not _finite(update)]:
-            raise work.local.divergence_error(diverged)
+        try:
+            updates = self.engine.train(state.params, work)
+        except Diverged as error:
+            if not error.updates:
+                raise
+            updates = list(error.updates)
+        finite = np.array([_finite(update) for update in updates])
+        parts = np.split(finite, [len(received.cohort)])  # if most devices of a part diverged, the run has
+        if not finite.all() and (not self.experiment.outlier or any(2 * part.sum() < len(part) for part in parts)):
+            raise work.local.divergence_error(work.devices[~finite].tolist())
         return updates
 
     def _work(self, state: State, plan: RoundPlan, cohort: IntArray, pool: IntArray) -> Work:
@@ -217,20 +226,24 @@ class Simulation:
             lambda engine, devices: self._answers(engine, state, plan.number, devices),
         )
 
-    def _aggregate(self, state: State, report: Report) -> Aggregation:
-        result = aggregate(
-            state.params,
-            report,
-            rule=self.algorithm.rule,
-            buffers=self.engine.buffers,
-            smoothness=self.smoothness,
-            state=state.rule,
-        )
-        if not self.algorithm.oracle:
-            return result
-        return oracle_aggregation(
-            result, report, state.params, list(self._trained(state.params)), self.engine, self.data.train.sizes
-        )
+    def _aggregate(self, state: State, report: Report) -> tuple[Aggregation | None, dict[int, str]]:
+        """Return the aggregation, None if too few of the replies are usable, and whose replies are not."""
+        try:
+            result = aggregate(
+                state.params,
+                report,
+                rule=self.algorithm.rule,
+                buffers=self.engine.buffers,
+                smoothness=self.smoothness,
+                state=state.rule,
+                defences=self.experiment.defences,
+            )
+        except TooFewUsable as error:
+            return None, _by_device(error.excluded)
+        if self.algorithm.oracle:
+            names, sizes = list(self._trained(state.params)), self.data.train.sizes
+            result = oracle_aggregation(result, report, state.params, names, self.engine, sizes)
+        return result, _by_device(result.excluded)
 
     def _after(self, state: State, report: Report, result: Aggregation) -> State:
         """Return the state with the rule's step applied, after control variates and the server optimiser."""
@@ -241,7 +254,7 @@ class Simulation:
             return after
         step = result.step
         if self.algorithm.variates:
-            own = self._next_variates(state, report)
+            own = self._next_variates(state, report, result.screened.factors)
             moved = {
                 name: self.algorithm.variates.step(leaf, own["server"][name])
                 for name, leaf in self._trained(step).items()
@@ -256,14 +269,21 @@ class Simulation:
             raise FedcontextError("the server's step overflowed; lower the server learning rate")
         return replace(after, params=rebuild(state.params, params))
 
-    def _next_variates(self, state: State, report: Report) -> VariateState:
+    def _next_variates(self, state: State, report: Report, factors: FloatArray) -> VariateState:
         assert self.algorithm.variates
         assert state.variates
         assert isinstance(report.updates, dict)
-        first = [isinstance(name, int) for name in report.updates]  # a second reply of a device changes nothing
-        updates = {name: self._trained(update) for name, update in report.updates.items() if isinstance(name, int)}
-        steps = list(compress(report.steps or [], first))
-        return next_state(self.algorithm.variates, state.variates, updates, steps, self.data.population)
+        names = list(report.updates)
+        first = [row for row in np.flatnonzero(factors).tolist() if isinstance(names[row], int)]  # not a second reply
+        updates = {names[row]: self._clipped(report.updates[names[row]], float(factors[row])) for row in first}
+        steps = list(report.steps or [])
+        return next_state(
+            self.algorithm.variates, state.variates, updates, [steps[row] for row in first], self.data.population
+        )
+
+    def _clipped(self, update: Structure, factor: float) -> Leaves:
+        trained = self._trained(update)
+        return trained if factor == 1 else {name: factor * leaf for name, leaf in trained.items()}
 
     @property
     def _changes_step(self) -> bool:
@@ -303,7 +323,6 @@ class Simulation:
         self,
         plan: RoundPlan,
         received: Replies,
-        report: Report | None,
         result: Aggregation | None,
         before: float | None,
         loss: float | None,
@@ -316,8 +335,8 @@ class Simulation:
             number=plan.number,
             loss=loss,
             accuracy=accuracy,
-            devices=[device_of(name) for name in report.updates] if report and result else [],
-            weights=result.weights.tolist() if result else [],
+            devices=[device_of(name) for name in result.applied] if result else [],
+            weights=list(result.applied.values()) if result else [],
             promised_change=promised if promised is not None and np.isfinite(promised) else None,
             measured_change=change,
             smoothness=self.smoothness,
@@ -327,8 +346,13 @@ class Simulation:
             bytes_down=received.bytes_down,
             bytes_up=received.bytes_up,
             excluded=received.excluded,
+            clipped=_by_device(result.clipped) if result else {},
             lost=result is None,
         )
+
+
+def _by_device(reasons: Mapping[Name, str]) -> dict[int, str]:
+    return {device_of(name): reason for name, reason in reasons.items()}
 
 
 def _finite(update: Structure) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fedcontext.arrays.tree import SCRATCH, Array, FloatArray, Leaves, blocks, framework, size_of
+from fedcontext.defences import Screened
 from fedcontext.errors import FedcontextError
 from fedcontext.geometry import Vectors
 
@@ -113,34 +114,50 @@ def dot(left: FloatArray, right: FloatArray) -> float:
     return float((left * right).sum())
 
 
-def sums_of(vectors: Vectors, names: Sequence[str]) -> Sums:
-    """Return the sums over what devices sent, over the leaves ``names``; own gradients count as the probes' (K2 = 0)."""
+def sums_of(vectors: Vectors, names: Sequence[str], screened: Screened) -> Sums:
+    """Return the sums over what devices sent, clipped, over the leaves ``names``.
+
+    Own gradients count as the probes' (K2 = 0).
+    """
     total = Sums(sum(int(np.prod(vectors.updates[0][name].shape)) for name in names))
-    gradients, cohort_probes = vectors.gradients or vectors.own_gradients, not vectors.gradients
+    updates, gradients, differences = screened.updates, screened.gradients, screened.differences
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks whether the sums are finite
-        for update in vectors.updates:
-            total.add_update(flat(update, names))
-        for row, gradient in enumerate(gradients):
-            difference = flat(vectors.differences[row], names) if vectors.differences else None
-            own = flat(vectors.updates[row], names) if cohort_probes else None
-            total.add_probe(flat(gradient, names), difference, own)
+        for row in np.flatnonzero(screened.devices):
+            total.add_update(_scaled(vectors.updates[row], names, updates[row]))
+        for row in np.flatnonzero(screened.probes):
+            change = _scaled(vectors.differences[row], names, differences[row]) if vectors.differences else None
+            own = None if vectors.gradients else _scaled(vectors.updates[row], names, updates[row])
+            total.add_probe(_scaled(vectors.probes[row], names, gradients[row]), change, own)
     return total
 
 
 def by_coordinate(
-    combine: Callable[[FloatArray], FloatArray], rows: Sequence[Leaves], names: Sequence[str], scratch: int = SCRATCH
+    combine: Callable[[FloatArray], FloatArray],
+    rows: Sequence[Leaves],
+    names: Sequence[str],
+    factors: FloatArray,
+    scratch: int = SCRATCH,
 ) -> FloatArray:
     """Return ``combine`` of the rows, applied to one block of entries after another, as one flat vector.
 
-    >>> by_coordinate(lambda block: block.max(axis=0), [{"w": np.array([1.0, 5.0])}, {"w": np.array([3.0, 2.0])}], ["w"])
+    Each row is multiplied with its factor; those with a factor of 0 are left out.
+
+    >>> rows = [{"w": np.array([1.0, 5.0])}, {"w": np.array([3.0, 2.0])}]
+    >>> by_coordinate(lambda block: block.max(axis=0), rows, ["w"], np.ones(2))
     array([3., 5.])
     """
+    used = [(row, factor) for row, factor in zip(rows, factors, strict=True) if factor]
     parts = [
-        combine(np.stack([_to_numpy(row[name].reshape(-1)[start:stop]) for row in rows]))
+        combine(np.stack([factor * _to_numpy(row[name].reshape(-1)[start:stop]) for row, factor in used]))
         for name in names
         for start, stop in blocks(size_of(rows[0][name]), len(rows), scratch)
     ]
     return np.concatenate(parts)
+
+
+def _scaled(leaves: Leaves, names: Sequence[str], factor: float) -> FloatArray:
+    vector = flat(leaves, names)
+    return vector if factor == 1 else factor * vector
 
 
 def flat(leaves: Leaves, names: Sequence[str]) -> FloatArray:

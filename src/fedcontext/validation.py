@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -19,14 +19,15 @@ from fedcontext.arrays.tree import (
     leaves,
 )
 from fedcontext.errors import FedcontextError
-from fedcontext.geometry import Report, Structures, Vectors
+from fedcontext.geometry import Name, Names, Report, Structures, Vectors
 
 
-def validate(report: Report, base: Leaves, measured: set[str]) -> Vectors:
+def validate(report: Report, base: Leaves, measured: set[str], strict: bool = True) -> Vectors:
     """Return the leaves of a report, each structure checked against the leaves ``base`` of the params.
 
     Updates must have all leaves of ``base``, gradients at least the ``measured`` ones. Leaves that are not measured are
-    searched for entries that are not finite; the inner products show that for the others.
+    searched for entries that are not finite; the inner products show that for the others. Unless ``strict``, neither
+    these nor counts that are not numbers are errors: the defences deal with them.
 
     >>> validate(Report([{"w": np.zeros(3)}]), {"w": np.zeros(2)}, {"w"})
     Traceback (most recent call last):
@@ -54,18 +55,23 @@ def validate(report: Report, base: Leaves, measured: set[str]) -> Vectors:
             raise FedcontextError(f"params: {leaf_name(name)} must be real floating point or integer, got {leaf.dtype}")
 
     def checked(structures: Mapping[str, Structure], needed: set[str]) -> list[Leaves]:
-        return [_checked(owner, structure, base, needed, measured) for owner, structure in structures.items()]
+        searched = set(base) - measured if strict else set()
+        return [_checked(owner, structure, base, needed, searched) for owner, structure in structures.items()]
 
-    samples = _numbers("samples", report.samples, len(updates))
+    devices, invalid = names_of(report.updates), None if strict else dict[Name, str]()
+    probes = names_of(report.gradients, "probe ") or (devices if own_gradients and report.gradient is None else [])
+    samples = _numbers("samples", report.samples, devices, invalid)
+    weighed = ["the gradient"] if report.gradient is not None else probes
     return Vectors(
         updates=checked(updates, set(base)),
         samples=np.ones(len(updates)) if samples is None else samples,
         gradients=checked(gradients, measured),
         own_gradients=checked(own_gradients, measured),
-        probe_weights=_numbers("probe_weights", report.probe_weights, len(gradients or own_gradients)),
+        probe_weights=_numbers("probe_weights", report.probe_weights, weighed, invalid),
         pool=checked(named("pool device", report.pool), measured),
         differences=checked(differences, measured),
-        steps=_positive("steps", report.steps, len(updates)),
+        steps=_numbers("steps", report.steps, devices, invalid, positive=True),
+        names=Names(devices, probes, names_of(report.pool, "pool device "), invalid or {}),
     )
 
 
@@ -98,7 +104,7 @@ def output_leaves(base: Leaves, updates: Structures, out: Structure) -> Leaves:
     >>> output_leaves({"w": np.zeros(2)}, [{"w": np.ones(2)}], {"w": np.zeros(2)})
     {'w': array([0., 0.])}
     """
-    targets = _checked("out", out, base, set(base), set(base))
+    targets = _checked("out", out, base, set(base), set())
     for name, leaf in targets.items():
         if not framework(leaf).writable(leaf):
             raise FedcontextError(
@@ -144,7 +150,18 @@ def named(kind: str, given: Structures | None) -> dict[str, Structure]:
     return {f"{kind} {index}": value for index, value in enumerate(given)}
 
 
-def _checked(owner: str, structure: Structure, base: Leaves, needed: set[str], measured: set[str]) -> Leaves:
+def names_of(given: Structures | None, prefix: str = "") -> list[Name]:
+    """Return the keys of a mapping, or the positions in a sequence, with ``prefix`` if there is one.
+
+    >>> names_of({"phone": 1.0}), names_of([1.0, 2.0], "probe ")
+    (['phone'], ['probe 0', 'probe 1'])
+    """
+    if isinstance(given, Mapping):
+        return list(given)
+    return [f"{prefix}{row}" if prefix else row for row in range(len(given or ()))]
+
+
+def _checked(owner: str, structure: Structure, base: Leaves, needed: set[str], searched: set[str]) -> Leaves:
     try:
         own = leaves(structure)
     except FedcontextError as error:
@@ -157,7 +174,7 @@ def _checked(owner: str, structure: Structure, base: Leaves, needed: set[str], m
         raise FedcontextError(f"{owner}: the structure differs from params: it {' and '.join(differences)}")
     for name, leaf in own.items():
         _check_like(owner, name, leaf, base[name])
-        if name not in measured:
+        if name in searched:
             _check_finite(owner, name, leaf)
     return own
 
@@ -185,20 +202,37 @@ def _check_finite(owner: str, name: str, leaf: Array) -> None:
         raise FedcontextError(f"{owner}: {leaf_name(name)} has NaN or infinite entries")
 
 
-def _numbers(what: str, given: Iterable[float] | None, count: int) -> FloatArray | None:
-    """Return ``given`` as float64 if it holds ``count`` non-negative numbers that are not all zero."""
+def _numbers(
+    what: str,
+    given: Iterable[float] | None,
+    owners: Sequence[Name],
+    invalid: dict[Name, str] | None,
+    positive: bool = False,
+) -> FloatArray | None:
+    """Return ``given`` as float64 if it holds one count for each owner, and not all are zero.
+
+    A count that is not a number of at least 0 (or above, if ``positive``) is an error, or noted in ``invalid``.
+    """
     if given is None:
         return None
-    numbers = np.asarray(list(given), dtype=np.float64)
-    if numbers.shape != (count,):
-        raise FedcontextError(f"{what} must hold {count} numbers, got {numbers.size}")
-    if not (np.isfinite(numbers).all() and (numbers >= 0).all() and numbers.sum() > 0):
-        raise FedcontextError(f"{what} must be non-negative and not all zero, got {numbers.tolist()}")
+    values = list(given)
+    if len(values) != len(owners):
+        raise FedcontextError(f"{what} must hold {len(owners)} numbers, got {len(values)}")
+    numbers = np.array([_number(value) for value in values])
+    bad = ~((numbers >= 0) & (numbers < np.inf)) | (positive & (numbers == 0))
+    expected = "positive" if positive else "non-negative"
+    if invalid is not None and not bad.all():
+        reason = f"{what}: must be a {expected} number"
+        invalid |= {owners[row]: f"{reason}, got {values[row]!r:.50}" for row in np.flatnonzero(bad).tolist()}
+        numbers, bad = np.where(bad, 0, numbers), np.zeros_like(bad)
+    if bad.any() or not numbers.any():
+        also = "" if positive else " and not all zero"
+        raise FedcontextError(f"{what} must be {expected}{also}, got {numbers.tolist()}")
     return numbers
 
 
-def _positive(what: str, given: Iterable[float] | None, count: int) -> FloatArray | None:
-    numbers = _numbers(what, given, count)
-    if numbers is not None and not numbers.all():
-        raise FedcontextError(f"{what} must be positive, got {numbers.tolist()}")
-    return numbers
+def _number(value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return np.nan

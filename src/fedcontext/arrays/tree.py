@@ -18,6 +18,7 @@ import numpy.typing as npt
 from fedcontext.errors import FedcontextError
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
 Array: TypeAlias = Any  # numpy.ndarray, torch.Tensor or jax.Array
 Structure: TypeAlias = Any  # an Array, or a list, tuple or mapping of Structures
 Leaves: TypeAlias = dict[str, Array]

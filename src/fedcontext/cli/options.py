@@ -28,7 +28,10 @@ def _silence_log(quiet: bool) -> bool:
 
 File = Annotated[Path | None, typer.Argument(help="TOML file with settings; options override it.")]
 Preset = Annotated[
-    str | None, typer.Option(help=f"Settings to start from, which FILE and options override: {', '.join(PRESETS)}.")
+    str | None,
+    typer.Option(
+        help=f"Settings to start from, which FILE and options override: {', '.join(PRESETS)} (without defences against faulty devices)."
+    ),
 ]
 K2 = Annotated[
     str | None, typer.Option(metavar="0|N|INTEGER", help="The paper's name for --probes: 0 is cohort, N is all.")

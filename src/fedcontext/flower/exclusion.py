@@ -13,11 +13,12 @@ import numpy as np
 from flwr.app import Message, RecordDict
 
 from fedcontext.aggregation import Aggregation, aggregate
-from fedcontext.arrays.tree import all_finite, leaf_name
+from fedcontext.arrays.tree import all_finite
+from fedcontext.defences import Defences, TooFewUsable
 from fedcontext.errors import FedcontextError
 from fedcontext.flower.messages import Reply
 from fedcontext.flower.protocol import Arrays, printable
-from fedcontext.geometry import Report, measure
+from fedcontext.geometry import Report
 from fedcontext.rules import AnyRule, Rule, State
 from fedcontext.server import ServerOptimizer, except_buffers
 from fedcontext.validation import select_leaves, validate
@@ -31,6 +32,7 @@ class Settings:
     probe_averaging: Literal["samples", "mean"] = "samples"
     layers: Sequence[str | int] | None = None  # that enter the geometry; None: all
     buffers: Sequence[str | int] = ()  # averaged instead of weighted
+    defences: Defences | None = Defences()  # noqa: RUF009
 
 
 @dataclass(frozen=True)
@@ -70,24 +72,21 @@ class Aggregator:
 def aggregate_usable(
     params: Arrays, replies: Sequence[Reply], excluded: dict[int, str], aggregator: Aggregator, carried: Carried
 ) -> Outcome:
-    """Return the aggregation of the usable ``replies``, with the unusable ones added to those ``excluded`` before.
-
-    All replies are aggregated at once; only if that fails is each of them checked alone.
-    """
+    """Return the aggregation of the usable ``replies``, with the unusable ones added to those ``excluded`` before."""
     rule, settings = aggregator.rule, aggregator.settings
     buffers = select_leaves("buffers", settings.buffers, params) | _leaves_without_gradient(params, replies)
+    layers = settings.layers if isinstance(rule, Rule) else None
+    defects = {reply.task.device: _defect(params, reply, buffers, layers) for reply in replies}
+    excluded = excluded | {device: defect for device, defect in defects.items() if defect}
+    usable = [reply for reply in replies if not defects[reply.task.device]]
     try:
-        aggregation, after = _aggregate(params, replies, aggregator, carried, buffers)
-        devices = [reply.task.device for reply in replies if reply.task.group == "cohort"]
-        return Outcome(rule, aggregation, devices, replies, excluded, after)
+        aggregation, after = _aggregate(params, usable, aggregator, carried, buffers)
     except (FedcontextError, np.linalg.LinAlgError) as error:
-        layers = settings.layers if isinstance(rule, Rule) else None
-        defects = {reply.task.device: _defect(params, reply, buffers, layers) for reply in replies}
-        unusable = {device: defect for device, defect in defects.items() if defect}
-        if not unusable:
-            return Outcome(rule, None, [], replies, excluded, carried, str(error))
-    usable = [reply for reply in replies if reply.task.device not in unusable]
-    return aggregate_usable(params, usable, {**excluded, **unusable}, aggregator, carried)
+        found = error.excluded if isinstance(error, TooFewUsable) else {}
+        return Outcome(rule, None, [], usable, excluded | found, carried, str(error))
+    excluded = excluded | aggregation.excluded
+    usable = [reply for reply in usable if reply.task.device not in excluded]
+    return Outcome(rule, aggregation, list(aggregation.applied), usable, excluded, after)
 
 
 def _aggregate(
@@ -96,8 +95,15 @@ def _aggregate(
     rule, settings = aggregator.rule, aggregator.settings
     report = _report(replies, rule, settings, aggregator.population)
     aggregation = aggregate(
-        params, report, rule=rule, layers=settings.layers, buffers=sorted(buffers), state=carried.rule
+        params,
+        report,
+        rule=rule,
+        layers=settings.layers,
+        buffers=sorted(buffers),
+        state=carried.rule,
+        defences=settings.defences,
     )
+    _check_enough(len(aggregation.applied), settings)
     server = None
     if aggregator.server:
         optimizer = except_buffers(aggregator.server, buffers)
@@ -109,8 +115,7 @@ def _aggregate(
 def _report(replies: Sequence[Reply], rule: AnyRule, settings: Settings, population: int | None) -> Report:
     cohort = [reply for reply in replies if reply.task.group == "cohort"]
     probes = [reply for reply in replies if reply.task.probe]
-    if len(cohort) < settings.min_replies:
-        raise FedcontextError(f"at least {settings.min_replies} usable updates are needed, got {len(cohort)}")
+    _check_enough(len(cohort), settings)
     if "gradient" in rule.needs and not probes:
         raise FedcontextError("no usable gradient from the probes")
     cohort_probes = "gradient" in rule.needs and probes == cohort
@@ -124,6 +129,11 @@ def _report(replies: Sequence[Reply], rule: AnyRule, settings: Settings, populat
         differences=[reply.difference for reply in probes if reply.difference is not None] or None,
         population=population,
     )
+
+
+def _check_enough(count: int, settings: Settings) -> None:
+    if count < settings.min_replies:
+        raise FedcontextError(f"at least {settings.min_replies} usable updates are needed, got {count}")
 
 
 def _server_step(
@@ -149,26 +159,20 @@ def _leaves_without_gradient(params: Arrays, replies: Sequence[Reply]) -> set[st
 
 
 def _defect(params: Arrays, reply: Reply, buffers: set[str], layers: Sequence[str | int] | None) -> str:
-    """Return why this reply cannot be used, or an empty string."""
+    """Return what is wrong with the structure of this reply, or an empty string."""
     measured = (set(params) if layers is None else select_leaves("layers", layers, params)) - buffers
     measured = {name for name in measured if params[name].dtype.kind == "f"}
-    update = reply.update if reply.update is not None else params
     report = Report(
-        [update],
+        [reply.update if reply.update is not None else params],
         own_gradients=None if reply.gradient is None else [reply.gradient],
         differences=None if reply.difference is None else [reply.difference],
     )
     try:
-        vectors = validate(report, params, measured)
+        validate(report, params, measured, strict=False)
     except FedcontextError as error:
-        names = {"own gradient of device": "gradient", "difference of probe": "difference", "device": "update"}
+        names = {"own gradient of device": "gradient", "difference of probe": "gradient difference", "device": "update"}
         return printable(reduce(lambda text, name: text.replace(f"{name} 0: ", f"{names[name]}: "), names, str(error)))
-    for what, arrays in (("update", reply.update), ("gradient", reply.gradient), ("difference", reply.difference)):
-        for name in sorted(measured):
-            if arrays is not None and not all_finite(arrays[name]):
-                return f"{what}: {leaf_name(name)} has NaN or infinite entries"
-    norm = measure(vectors, sorted(measured)).gram
-    return "" if np.isfinite(norm).all() else "update: its squared norm overflows float64"
+    return ""
 
 
 def usable_evaluations(

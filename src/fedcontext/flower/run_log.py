@@ -99,7 +99,7 @@ def round_record(
         loss=loss,
         accuracy=evaluation.get("accuracy"),
         devices=outcome.devices,
-        weights=aggregation.weights.tolist() if aggregation else [],
+        weights=list(aggregation.applied.values()) if aggregation else [],
         promised_change=aggregation.promised_change if aggregation else None,
         measured_change=change,
         smoothness=outcome.rule.smoothness,
@@ -109,6 +109,7 @@ def round_record(
         bytes_down=outcome.bytes_down,
         bytes_up=outcome.bytes_up,
         excluded=dict(sorted(outcome.excluded.items())),
+        clipped=dict(sorted(aggregation.clipped.items())) if aggregation else {},
         lost=aggregation is None,
     )
 
@@ -118,10 +119,11 @@ def round_metrics(outcome: Outcome, strategy: FedAvg) -> MetricRecord:
     aggregation = outcome.aggregation
     ours: dict[str, Any] = {
         "devices": outcome.devices,
-        "weights": aggregation.weights.tolist() if aggregation else [],
+        "weights": list(aggregation.applied.values()) if aggregation else [],
         "promised-change": aggregation.promised_change if aggregation else math.nan,
         "condition": math.nan if aggregation is None or aggregation.condition is None else aggregation.condition,
         "excluded": sorted(outcome.excluded),
+        "clipped": sorted(aggregation.clipped) if aggregation else [],
         "lost": int(aggregation is None),
     }
     trained = [reply.content for reply in outcome.replies if reply.task.group]

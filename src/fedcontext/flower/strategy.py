@@ -16,6 +16,7 @@ from flwr.serverapp.strategy import FedAvg, Result, Strategy
 from fedcontext import server as optimizers
 from fedcontext.arrays.tree import all_finite
 from fedcontext.codec import Codec
+from fedcontext.defences import Defences
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.flower.coding import PLAIN, RoundCodes
 from fedcontext.flower.exclusion import Aggregator, Carried, Outcome, Settings, aggregate_usable, usable_evaluations
@@ -57,6 +58,7 @@ class ContextualStrategy(Strategy):
         server: an optimiser of `fedcontext.server` that acts on the step of a rule without memory, such as ``fedadam()``.
         min_replies: with fewer usable updates the round is lost: the model stays unchanged.
         max_lost: number of consecutive lost rounds that ends the run.
+        defences: how far one device can go (`fedcontext.Defences`); None turns them off.
         node_timeout: seconds to wait for enough nodes to connect.
         records: JSONL file for a record of every round.
         checkpoint: safetensors file for the state after every round; `start` resumes from it.
@@ -79,6 +81,7 @@ class ContextualStrategy(Strategy):
         server: ServerOptimizer | None = None,
         min_replies: int = 1,
         max_lost: int = 3,
+        defences: Defences | None = Defences(),  # noqa: B008
         node_timeout: float = 300,
         records: str | Path | None = None,
         checkpoint: str | Path | None = None,
@@ -92,7 +95,7 @@ class ContextualStrategy(Strategy):
         self.rule = contextual_memory() if rule is None else rule
         self.gradient_bits, self.server = _checked_bits(gradient_bits), server
         self.epochs, self.pool, self.name, self.max_lost = epochs, pool, name, max_lost
-        self.settings = Settings(min_replies, probe_averaging, layers, buffers)
+        self.settings = Settings(min_replies, probe_averaging, layers, buffers, defences)
         self.node_timeout = positive("node_timeout", node_timeout)
         self._log = RunLog(records, checkpoint)
         self._roster = Roster()

@@ -152,10 +152,11 @@ class TorchEngine:
                 with _explained(f"device {device}"):
                     updates.append(train_device(self.task, self.split, params, row, work))
             finite = [torch.stack([leaf.isfinite().all() for leaf in update.values()]).all() for update in updates]
+        updates = [{name: update[name] for name in params} for update in updates]
         diverged = work.devices[~torch.stack(finite).cpu().numpy()]
         if len(diverged):
-            raise work.local.divergence_error(diverged.tolist())
-        return [{name: update[name] for name in params} for update in updates]
+            raise work.local.divergence_error(diverged.tolist(), updates)
+        return updates
 
     def gradients(self, params: Params, devices: IntArray) -> list[dict[str, Tensor]]:
         """Return ∇F_k(params) of each device, with the module in evaluation mode (no dropout, saved statistics)."""
