@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+from collections.abc import Iterable
 from types import ModuleType
+
+LONGEST = 480  # characters of a message
+LONGEST_VALUE = 80  # characters of a value in a message
 
 
 class FedcontextError(ValueError):
-    """Invalid input or settings; nothing was changed.
+    """Invalid input or settings; nothing was changed. Of a long message the middle is left out.
 
     >>> raise FedcontextError("smoothness must be positive, got -1")
     Traceback (most recent call last):
     ...
     fedcontext.errors.FedcontextError: smoothness must be positive, got -1
     """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(shortened(str(message), LONGEST))
 
 
 class FileError(FedcontextError):
@@ -43,6 +51,38 @@ def require(module: str, extra: str) -> ModuleType:
         raise MissingExtra(f"{module} cannot be imported ({error}): pip install -U 'fedcontext[{extra}]'") from error
 
 
+def shortened(text: str, length: int) -> str:
+    """Return text of at most ``length`` characters: its beginning and its end.
+
+    >>> shortened("abcdefghijklm", 9)
+    'abc...klm'
+    """
+    half = (length - 3) // 2
+    return text if len(text) <= length else f"{text[:half]}...{text[-half:]}"
+
+
+def shown(value: object) -> str:
+    """Return a value from outside as an error message shows it: its repr, shortened.
+
+    >>> shown("some"), shown(1 << 99_999)
+    ("'some'", 'a value too large to print')
+    """
+    try:
+        return shortened(repr(value), LONGEST_VALUE)
+    except (ValueError, RecursionError):  # an integer of more than 4,300 digits, or lists nested too deeply
+        return "a value too large to print"
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error message that suggests the known name most similar to a wrong one, if there is one.
+
+    >>> suggestion("minst", ["mnist", "femnist"]), suggestion("cifar", ["mnist"])
+    ('; did you mean mnist?', '')
+    """
+    nearest = difflib.get_close_matches(name[:LONGEST_VALUE], known, n=1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
+
+
 def positive(name: str, value: float) -> float:
     """Return ``value`` as a float if it is finite and above zero.
 
@@ -51,8 +91,8 @@ def positive(name: str, value: float) -> float:
     """
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        raise FedcontextError(f"{name} must be a number, got {value!r}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise FedcontextError(f"{name} must be a number, got {shown(value)}") from None
     if not 0 < number < float("inf"):
         raise FedcontextError(f"{name} must be positive, got {value}")
     return number

@@ -13,22 +13,28 @@ from typing import Any, Literal
 
 from fedcontext.algorithms import ALGORITHMS
 from fedcontext.attacks import ATTACKS
+from fedcontext.codec import IDENTITY, Codec
 from fedcontext.datasets import NAMES
 from fedcontext.defences import Defences
 from fedcontext.engines.base import ENGINES
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import LONGEST_VALUE, FedcontextError, shown
 from fedcontext.faults import FAULTS
 from fedcontext.fleet import PROFILES
 from fedcontext.rules import Averaging
-from fedcontext.settings import integer, integer_range, number, one_of, setting, shares_by_name, text
+from fedcontext.settings import Check, integer, integer_range, number, one_of, setting, shares_by_name, text
 from fedcontext.toml import read_toml
 
 # Rounds and learning rates published with FedProx for each data set; a LEAF folder gets FEMNIST's.
 ROUNDS = {"synthetic": 200, "mnist": 100, "femnist": 200, "leaf": 200}
 LEARNING_RATES = {"synthetic": 0.01, "mnist": 0.03, "femnist": 0.003, "leaf": 0.003}
+MAX_SEED = 2**63 - 1
+MAX_EPOCHS = 10**6
 PUBLISHED = "as published for the data set"
 AVERAGING = one_of(("mean", "samples"))
 SAFE = Defences()
+GRADIENT_BITS = Check(
+    "INTEGER", "1 to 8, 32", lambda value: Codec(integer(1, most=IDENTITY.bits).convert(value)).bits, ("auto",)
+)
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,8 @@ class Experiment:
         "fedavg-memory", one_of(ALGORITHMS, "NAME"), "Algorithm; `fedcontext algorithms` lists all"
     )
     rounds: int = setting(None, integer(1), "Number of rounds", default_text=PUBLISHED, aliases=("num_rounds",))
-    seed: int = setting(0, integer(0), "Seed of device selection, local epochs, batch order and fleet")
-    data_seed: int = setting(0, integer(0), "Seed of generating or partitioning the data")
+    seed: int = setting(0, integer(0, most=MAX_SEED), "Seed of device selection, local epochs, batch order and fleet")
+    data_seed: int = setting(0, integer(0, most=MAX_SEED), "Seed of generating or partitioning the data")
     devices_per_round: int = setting(
         10, integer(1), "Devices that train in each round (K)", aliases=("k", "cohort", "clients_per_round")
     )
@@ -61,14 +67,17 @@ class Experiment:
     )
     gradient_bits: int | Literal["auto"] = setting(
         "auto",
-        integer(1, "auto"),
+        GRADIENT_BITS,
         "Bits an entry of the probes' gradients on the uplink, 1 to 8 or 32 (exact); auto is 2 to 4 for memory, else 32",
     )
     pool: int | Literal["all"] = setting(
         "all", integer(0, "all"), "Devices that train beside the cohort, for the expected rules"
     )
     epochs: tuple[int, int] = setting(
-        (1, 20), integer_range(1), "Local epochs, fixed or drawn uniformly from a range", aliases=("local_epochs",)
+        (1, 20),
+        integer_range(1, MAX_EPOCHS),
+        "Local epochs, fixed or drawn uniformly from a range",
+        aliases=("local_epochs",),
     )
     batch_size: int = setting(10, integer(1), "Mini-batch size of local SGD")
     learning_rate: float = setting(
@@ -82,7 +91,7 @@ class Experiment:
         aliases=("server_lr", "eta"),
     )
     server_momentum: float = setting(
-        0.9, number(), "Momentum of FedAvgM, β₁ of FedAdam and FedYogi", aliases=("beta1", "beta_1")
+        0.9, number(below=1), "Momentum of FedAvgM, β₁ of FedAdam and FedYogi", aliases=("beta1", "beta_1")
     )
     smoothness: float | str = setting(
         "1/lr",
@@ -142,7 +151,7 @@ class Experiment:
     model: str = setting(
         "softmax", text(), "Model: softmax, logistic (the same), or with engine torch mlp, cnn-small, cnn or resnet18"
     )
-    momentum: float = setting(0, number(), "Momentum of local SGD (engine torch)")
+    momentum: float = setting(0, number(below=1), "Momentum of local SGD (engine torch)")
     weight_decay: float = setting(0, number(), "Weight decay of local SGD (engine torch)")
     clip: float = setting(0, number(), "Largest norm of a batch's gradient (engine torch); 0 disables clipping")
     device: str = setting(
@@ -196,9 +205,9 @@ def check_names(names: Collection[str], known: Collection[str] = SETTINGS, sourc
     meant = {alias: each.name for each in fields(Experiment) for alias in (each.name, *each.metadata["aliases"])}
     for name in names:
         if name not in known:
-            nearest = difflib.get_close_matches(name, {**dict.fromkeys(known), **meant}, n=1)
+            nearest = difflib.get_close_matches(name[:LONGEST_VALUE], {**dict.fromkeys(known), **meant}, n=1)
             hint = f", did you mean {meant.get(nearest[0], nearest[0])}?" if nearest else "."
-            raise FedcontextError(f"{source}unknown setting {name!r}{hint} The settings are {', '.join(known)}")
+            raise FedcontextError(f"{source}unknown setting {shown(name)}{hint} The settings are {', '.join(known)}")
 
 
 def settings_from_toml(path: Path, known: Collection[str] = SETTINGS) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def plan_round(
     """
     pooled = population - devices_per_round if pool == "all" else pool
     _check(population, devices_per_round, epochs, probes, pooled, over_select)
-    selected = min(math.ceil(devices_per_round * (1 + over_select) - 1e-9), population)
+    selected = math.ceil(min(devices_per_round * (1 + over_select) - 1e-9, population))
     devices = generator(seed, number, Stream.SELECTION).choice(population, selected, replace=False)
     others = np.setdiff1d(np.arange(population), devices) if pooled else devices[:0]
     pool_devices = generator(seed, number, Stream.POOL).permutation(others)[:pooled]

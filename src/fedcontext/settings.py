@@ -7,7 +7,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import FedcontextError, shown, suggestion
+
+
+class TooLarge(ValueError):
+    """A number is above the limit, which is the argument."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Check:
     expected: str  # completes "must be ..."
     convert: Callable[[Any], Any]  # raises TypeError or ValueError for any other value
     words: tuple[str, ...] = ()  # accepted as they are
+    names: Collection[str] = ()  # of which an error suggests the nearest
 
     def __call__(self, name: str, value: Any) -> Any:
         """Return ``value`` as the setting ``name`` stores it."""
@@ -31,8 +36,11 @@ class Check:
             return value
         try:
             return self.convert(value)
+        except TooLarge as limit:
+            raise FedcontextError(f"{name} must be at most {limit}, got {shown(value)}") from None
         except (TypeError, ValueError, OverflowError):
-            raise FedcontextError(f"{name} must be {self.accepts}, got {value!r}") from None
+            hint = suggestion(value, self.names) if isinstance(value, str) else ""
+            raise FedcontextError(f"{name} must be {self.accepts}, got {shown(value)}{hint}") from None
 
     @property
     def accepts(self) -> str:
@@ -56,17 +64,21 @@ def setting(default: Any, check: Check, help: str, *, default_text: str = "", al
     return field(default=default, metadata={"check": check, "help": help, "default": shown, "aliases": aliases})
 
 
-def integer(least: int, *words: str) -> Check:
-    """Return the check for an integer of at least ``least``, or one of ``words``.
+INFINITE = float("inf")
+MOST = 10**9  # of what a run counts, such as rounds, devices and samples: products of two fit into 64 bits
+
+
+def integer(least: int, *words: str, most: int = MOST) -> Check:
+    """Return the check for an integer from ``least`` to ``most``, or one of ``words``.
 
     >>> integer(1, "all")("probes", "5"), integer(1, "all")("probes", "all")
     (5, 'all')
     """
-    return Check("INTEGER", f"an integer of at least {least}", lambda value: _integer(value, least), words)
+    return Check("INTEGER", f"an integer of at least {least}", lambda value: _integer(value, least, most), words)
 
 
-def number(*words: str, positive: bool = False, most: float = float("inf")) -> Check:
-    """Return the check for a finite number of at least 0, or above 0, and at most ``most``, or one of ``words``.
+def number(*words: str, positive: bool = False, most: float = INFINITE, below: float = INFINITE) -> Check:
+    """Return the check for a number of at least 0, or above 0, at most ``most`` and below ``below``, or one of ``words``.
 
     >>> number("1/lr", positive=True)("smoothness", -1)
     Traceback (most recent call last):
@@ -76,14 +88,13 @@ def number(*words: str, positive: bool = False, most: float = float("inf")) -> C
 
     def convert(value: Any) -> float:
         converted = float(value)
-        if isinstance(value, bool) or not 0 <= converted < float("inf") or (positive and not converted):
-            raise ValueError
-        if converted > most:
+        if isinstance(value, bool) or not 0 <= converted < below or (positive and not converted) or converted > most:
             raise ValueError
         return converted
 
-    lowest = "a positive number" if positive else "a number of at least 0"
-    return Check("NUMBER", lowest if most == float("inf") else f"a number from 0 to {most:g}", convert, words)
+    expected = "a positive number" if positive else "a number of at least 0"
+    limit = f" and at most {most:g}" if most < INFINITE else f" and below {below:g}" if below < INFINITE else ""
+    return Check("NUMBER", expected + limit, convert, words)
 
 
 def text(kind: str = "TEXT") -> Check:
@@ -116,7 +127,7 @@ def one_of(choices: Collection[str], kind: str = "") -> Check:
         return value
 
     expected = " or ".join(choices) if len(choices) < 3 else f"one of {', '.join(choices)}"
-    return Check(kind or "|".join(choices), expected, convert)
+    return Check(kind or "|".join(choices), expected, convert, names=choices if len(choices) > 3 else ())
 
 
 def shares_by_name(names: Collection[str]) -> Check:
@@ -136,7 +147,9 @@ def shares_by_name(names: Collection[str]) -> Check:
         if len(given) < len(pairs) or not set(given) <= {*names, "until"}:
             raise ValueError
         until = given.get("until", 1)
-        if until != _integer(int(until), 1) or any(not 0 <= given[name] <= 1 for name in given if name != "until"):
+        if until != _integer(int(until), 1, MOST) or any(
+            not 0 <= given[name] <= 1 for name in given if name != "until"
+        ):
             raise ValueError
         return ",".join(f"{name}={share:g}" for name, share in given.items()) or "none"
 
@@ -155,7 +168,7 @@ def parse_shares(text: str) -> dict[str, float]:
     return {name: float(share) for name, share in (pair.split("=") for pair in text.split(","))}
 
 
-def integer_range(least: int) -> Check:
+def integer_range(least: int, most: int = MOST) -> Check:
     """Return the check for a range of integers: a pair, text such as 1..20, or one integer for both ends.
 
     >>> integer_range(1)("epochs", "1..20"), integer_range(1)("epochs", 5)
@@ -165,7 +178,7 @@ def integer_range(least: int) -> Check:
     def convert(value: Any) -> tuple[int, int]:
         ends = value.split("..") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
         low, high = ends if len(ends) == 2 else (*ends, *ends)
-        bounds = _integer(low, least), _integer(high, least)
+        bounds = _integer(low, least, most), _integer(high, least, most)
         if bounds[0] > bounds[1]:
             raise ValueError
         return bounds
@@ -173,8 +186,10 @@ def integer_range(least: int) -> Check:
     return Check("INTEGER|LOW..HIGH", f"an integer of at least {least} or an ascending range such as 1..20", convert)
 
 
-def _integer(value: Any, least: int) -> int:
+def _integer(value: Any, least: int, most: int) -> int:
     converted = int(value) if isinstance(value, str) else operator.index(value)
     if isinstance(value, bool) or converted < least:
         raise ValueError
+    if converted > most:
+        raise TooLarge(most)
     return converted

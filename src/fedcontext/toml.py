@@ -10,12 +10,20 @@ from typing import Any
 
 from fedcontext.errors import FedcontextError
 
+MAX_BYTES = 2**14  # of a file with settings; `tomllib` needs memory for the square of a dotted name's length
+
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the content of a TOML file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES} bytes")
+        return tomllib.loads(content.decode("utf-8"))
+    except RecursionError:
+        raise FedcontextError(f"{path}: cannot be read (it is nested too deeply)") from None
+    except (OSError, ValueError) as error:
         raise FedcontextError(f"{path}: cannot be read ({error})") from None
 
 

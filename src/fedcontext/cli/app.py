@@ -3,18 +3,48 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
 
 import typer
+from click import UsageError
+from typer.core import TyperGroup
 
 from fedcontext.cli import leaderboard, report, reproduce, run
 from fedcontext.cli import list as listing
 from fedcontext.cli.options import Command
 from fedcontext.console import err
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import LONGEST, FedcontextError, shortened
 from fedcontext.version import __version__
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+LONGEST_USAGE = 300  # characters of a usage error, which Typer prints below the usage
+
+
+class Group(TyperGroup):
+    """The program; of a long usage error the middle is left out, as in our own errors."""
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        """Return the context of the program's own options."""
+        with _short_errors():
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that the arguments name."""
+        with _short_errors():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _short_errors() -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        error.message = shortened(error.message, LONGEST_USAGE)  # type: ignore[misc]
+        raise
+
+
+app = typer.Typer(cls=Group, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 COMMANDS = (
     run.run,
     run.compare,
@@ -44,6 +74,7 @@ def run_app() -> None:
     """Parse the command line and run the command; print an error in one line and exit with 2."""
     try:
         app()
-    except (FedcontextError, OSError) as error:
-        err.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+    except (FedcontextError, OSError, MemoryError) as error:
+        reason = "not enough memory for these settings and data" if isinstance(error, MemoryError) else str(error)
+        err.print(f"error: {shortened(reason, LONGEST)}", style="red", highlight=False, markup=False, soft_wrap=True)
         sys.exit(2)

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from fedcontext.console import err
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import FedcontextError, shown
 from fedcontext.experiment import SETTINGS, Experiment, settings_from_toml
 from fedcontext.presets import PRESETS, preset_named
 
@@ -116,19 +116,20 @@ def probes_from(k2: str) -> str:
     ('cohort', 'all', '20')
     """
     if k2 != "N" and not k2.isdecimal():
-        raise FedcontextError(f"k2 must be 0 (the cohort), N (all devices) or a number of devices, got {k2!r}")
+        raise FedcontextError(f"k2 must be 0 (the cohort), N (all devices) or a number of devices, got {shown(k2)}")
     return {"0": "cohort", "N": "all"}.get(k2, k2)
 
 
-def distinct(name: str, given: str | list[object]) -> list[str]:
+def distinct(name: str, given: object) -> list[str]:
     """Return the values of a comma-separated list, or of one from a TOML file.
 
     >>> distinct("seeds", "0, 1,2")
     ['0', '1', '2']
     """
-    values = [str(value).strip() for value in (given.split(",") if isinstance(given, str) else given)]
-    if not values or not all(values) or len(set(values)) < len(values):
-        raise FedcontextError(f"{name} must be distinct comma-separated values, got {given!r}")
+    listed = given.split(",") if isinstance(given, str) else given if isinstance(given, list) else [given]
+    values = [str(value).strip() for value in listed if isinstance(value, str | int | float)]
+    if not all(values) or not 0 < len(set(values)) == len(listed):
+        raise FedcontextError(f"{name} must be distinct comma-separated values, got {shown(given)}")
     return values
 
 
