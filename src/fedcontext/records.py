@@ -13,13 +13,14 @@ from typing import IO, Any, TypeAlias
 
 import numpy as np
 
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import FedcontextError, shortened, shown
 from fedcontext.experiment import Experiment
 from fedcontext.version import __version__
 
 Settings: TypeAlias = Experiment | Mapping[str, Any]
 
 SCHEMA = 1
+MAX_INTEGER = 2**64  # a larger one in a file is an error
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,7 @@ class RoundRecord:
     lost: bool = False  # too few replies: the model was kept
 
 
-JSON_TYPES: dict[str, Any] = {  # what each annotation of `RoundRecord` may be in a file
-    "int": int,
-    "float": (int, float),
-    "float | None": (int, float, type(None)),
-    "bool": bool,
-    "list[int]": list,
-    "list[float]": list,
-    "dict[int, str]": dict,
-}
+ANNOTATIONS = {each.name: str(each.type) for each in dataclasses.fields(RoundRecord)}
 
 
 def manifest(settings: Settings) -> dict[str, Any]:
@@ -92,6 +85,10 @@ def read_run(path: str | Path) -> tuple[dict[str, Any], list[RoundRecord]]:
     path = Path(path)
     lines = read_lines(path)
     head = parse_manifest(lines[0], path)
+    if not isinstance(head["settings"], dict):
+        raise FedcontextError(
+            f"{path}: not a fedcontext run: settings must be an object, got {shown(head['settings'])}"
+        )
     return head, [_parse_record(line, f"{path}: line {number}") for number, line in enumerate(lines[1:-1], 2)]
 
 
@@ -111,7 +108,7 @@ def parse_manifest(line: str, path: Path) -> dict[str, Any]:
     if head is None or "settings" not in head:
         raise FedcontextError(f"{path}: not a fedcontext run: the first line must be a manifest")
     if head.get("schema") != SCHEMA:
-        raise FedcontextError(f"{path}: schema must be {SCHEMA}, got {str(head.get('schema'))[:200]}")
+        raise FedcontextError(f"{path}: schema must be {SCHEMA}, got {shown(head.get('schema'))}")
     return head
 
 
@@ -133,16 +130,39 @@ def _parse_record(line: str, where: str) -> RoundRecord:
     if fields is None:
         raise FedcontextError(f"{where} is not a JSON object")
     try:
-        for name in ("excluded", "clipped"):
-            fields[name] = {int(device): reason for device, reason in fields.get(name, {}).items()}
-        record = RoundRecord(**fields)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise FedcontextError(f"{where} is not a round's record ({error})") from None
-    for each in dataclasses.fields(record):
-        value = getattr(record, each.name)
-        if not isinstance(value, JSON_TYPES[str(each.type)]):
-            raise FedcontextError(f"{where}: {each.name} must be {each.type}, got {value!r:.200}")
+        record = RoundRecord(**{name: _with_integer_keys(value, name) for name, value in fields.items()})
+    except (TypeError, ValueError) as error:
+        raise FedcontextError(f"{where} is not a round's record ({shortened(str(error), 200)})") from None
+    for name, annotation in ANNOTATIONS.items():
+        value = getattr(record, name)
+        if not fits(value, annotation):
+            raise FedcontextError(f"{where}: {name} must be {annotation}, got {shown(value)}")
     return record
+
+
+def _with_integer_keys(value: Any, name: str) -> Any:
+    """Return an object of JSON with the integer keys that it had before it was written."""
+    if isinstance(value, dict) and ANNOTATIONS.get(name, "").startswith("dict[int, "):
+        return {int(key): child for key, child in value.items()}
+    return value
+
+
+def fits(value: Any, annotation: str) -> bool:
+    """Return whether a value from a file is of an annotated type; in lists, null stands for NaN.
+
+    >>> fits([1, 2.5, None], "list[float]"), fits(True, "int"), fits({3: "late"}, "dict[int, str]")
+    (True, False, True)
+    """
+    kind, _, inner = annotation.removesuffix(" | None").removesuffix("]").partition("[")
+    if value is None:
+        return annotation.endswith(" | None")
+    if kind == "list":
+        return isinstance(value, list) and all(each is None or fits(each, inner) for each in value)
+    if kind == "dict":
+        return isinstance(value, dict) and all(fits(each, inner.partition(", ")[2]) for each in value.values())
+    if kind == "int":
+        return type(value) is int and abs(value) < MAX_INTEGER
+    return (kind == "float" and fits(value, "int")) or type(value).__name__ == kind
 
 
 def to_json(value: dict[str, Any]) -> str:

@@ -103,7 +103,7 @@ def test_any_records_give_a_page(tmp_path_factory: pytest.TempPathFactory, given
         (lambda lines: [lines[0], '{"number":' + "[" * 100_000, lines[2]], "line 2 is not a JSON object"),
         (lambda lines: [lines[0], "\udcff", lines[2]], "is not valid UTF-8"),
         (lambda lines: [lines[0], '{"number": "1"}', lines[2]], "line 2: number must be int, got '1'"),
-        (lambda lines: [lines[0], '{"number": 1, "excluded": [1]}', lines[2]], "line 2 is not a round's record"),
+        (lambda lines: [lines[0], '{"number": 1, "excluded": [1]}', lines[2]], "line 2: excluded must be dict"),
         (lambda lines: [lines[0], '{"number": 1, "colour": 1}', lines[2]], "unexpected keyword argument 'colour'"),
         (lambda lines: [], "the first line must be a manifest"),
     ],

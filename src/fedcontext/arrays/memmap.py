@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedcontext.arrays.tree import Structure
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import FedcontextError, shortened
 
 DTYPES = {
     "F64": "float64",
@@ -23,7 +23,8 @@ DTYPES = {
     "I8": "int8",
     "U8": "uint8",
 }
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError, SyntaxError, TokenError)  # of malformed headers
+# What NumPy and we raise for malformed headers.
+MALFORMED = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, SyntaxError, TokenError)
 HEADER_LIMIT = 100 * 2**20  # bytes; the limit of the safetensors library
 
 
@@ -43,8 +44,8 @@ def open_memmap(path: str | Path) -> Structure:
         if path.suffix == ".npy":
             return np.lib.format.open_memmap(path, mode="r")
         return _safetensors(path)
-    except UNREADABLE as error:
-        raise FedcontextError(f"{path}: cannot be memory-mapped ({error})") from None
+    except MALFORMED as error:
+        raise FedcontextError(f"{path}: cannot be memory-mapped ({shortened(str(error), 200)})") from None
 
 
 def _safetensors(path: Path) -> dict[str, Any]:

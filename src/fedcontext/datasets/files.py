@@ -8,22 +8,26 @@ import os
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.error import URLError
 from urllib.request import urlopen
 
 import numpy as np
 import numpy.typing as npt
 
-from fedcontext.errors import FedcontextError
+from fedcontext.arrays.memmap import MALFORMED
+from fedcontext.errors import FedcontextError, shortened, shown
+
+Header: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]  # what an array claims to be
 
 VARIABLE = "FEDCONTEXT_DATA"
 MAX_DOWNLOAD = 4 * 2**30  # bytes
-MAX_RATIO = 50  # of unpacked to packed bytes; images compress by 5 to 10, and more is a mistake or an attack
-UNREADABLE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, OSError, KeyError, RuntimeError, OverflowError)
+MAX_RATIO = 25  # of unpacked to packed bytes; images compress by 5 to 10, and more is a mistake or an attack
+UNREADABLE = (*MALFORMED, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)  # what a broken .npz file raises
+COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # NumPy writes no other
 
 
 @dataclass(frozen=True)
@@ -152,24 +156,32 @@ def read_arrays(
                 raise FedcontextError(f"{path}: lacks {', '.join(sorted(missing))}")
             wanted = {**shapes, **dict.fromkeys(optional & members, (-1,))}
             headers = {name: _header(path, archive, name, shape) for name, shape in wanted.items()}
-        lengths = {headers[name][0][0] for name, shape in wanted.items() if shape[0] == -1}
-        if len(lengths) > 1:
-            raise FedcontextError(f"{path}: its arrays have different lengths: {sorted(lengths)}")
-        claimed, size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in headers.values()), path.stat().st_size
-        if claimed > MAX_RATIO * size:
-            raise FedcontextError(f"{path}: its headers claim {claimed} bytes, too many for a file of {size}")
-        with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in wanted}
+            _check_sizes(path, [headers[name][0][0] for name, shape in wanted.items() if shape[0] == -1], headers)
+            return {name: _array(archive, name) for name in wanted}
     except FedcontextError:
         raise
     except UNREADABLE as error:
-        raise FedcontextError(f"{path}: not readable ({type(error).__name__}: {str(error)[:200]})") from None
+        reason = shortened(f"{type(error).__name__}: {error}", 200)
+        raise FedcontextError(f"{path}: not readable ({reason})") from None
 
 
-def _header(
-    path: Path, archive: zipfile.ZipFile, name: str, expected: tuple[int, ...]
-) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def _check_sizes(path: Path, lengths: Sequence[int], headers: Mapping[str, Header]) -> None:
+    if len(set(lengths)) > 1:
+        raise FedcontextError(f"{path}: its arrays have different lengths: {shown(sorted(set(lengths)))}")
+    claimed, size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in headers.values()), path.stat().st_size
+    if claimed > MAX_RATIO * size:
+        raise FedcontextError(f"{path}: its headers claim {shown(claimed)} bytes, too many for a file of {size}")
+
+
+def _array(archive: zipfile.ZipFile, name: str) -> npt.NDArray[Any]:
+    with archive.open(f"{name}.npy") as member:
+        return np.lib.format.read_array(member, allow_pickle=False)
+
+
+def _header(path: Path, archive: zipfile.ZipFile, name: str, expected: tuple[int, ...]) -> Header:
     """Return the shape and dtype that the header of one array claims, if they are as expected."""
+    if archive.getinfo(f"{name}.npy").compress_type not in COMPRESSIONS:
+        raise FedcontextError(f"{path}: {name} must be deflated or not compressed, as by numpy.savez")
     with archive.open(f"{name}.npy") as member:
         version = np.lib.format.read_magic(member)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -177,6 +189,6 @@ def _header(
     fits = len(shape) == len(expected) and all(want in (-1, got) for want, got in zip(expected, shape, strict=True))
     is_type = dtype == np.uint8 if len(expected) == 3 else dtype.kind in "bui"
     if not fits or not is_type or min(shape) < 0:
-        kind, got = "uint8" if len(expected) == 3 else "integers", f"{dtype} {shape}"[:100]
-        raise FedcontextError(f"{path}: {name} must be {kind} of shape {expected}, got {got}")
+        kind = "uint8" if len(expected) == 3 else "integers"
+        raise FedcontextError(f"{path}: {name} must be {kind} of shape {expected}, got {dtype} {shown(shape)}")
     return shape, dtype

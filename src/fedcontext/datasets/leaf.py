@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from fedcontext.datasets.federated import FederatedData, Samples, check_arrays, join
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import FedcontextError, shortened, shown
 from fedcontext.plan import IntArray
 
 MAX_CLASSES = 1_000_000  # a larger label is a mistake, and its model would fill the memory
+MAX_WEIGHTS = 2**24  # of a linear model, features times classes, for the same reason
 
 
 def leaf(folder: str | Path) -> FederatedData:
@@ -31,11 +32,17 @@ def leaf(folder: str | Path) -> FederatedData:
     nothing = (train[names[0]][0][:0], train[names[0]][1][:0])
     tests = [test[name] if name in test and len(test[name][1]) else nothing for name in names]
     sides = join([train[name] for name in names]), join(tests)
-    return FederatedData(f"leaf:{root}", *sides, classes=1 + max(int(side.labels.max(initial=0)) for side in sides))
+    classes = 1 + max(int(side.labels.max(initial=0)) for side in sides)
+    if (width := sides[0].features.shape[1]) * classes > MAX_WEIGHTS:
+        raise FedcontextError(f"{root}: {width} features and labels up to {classes - 1} make too large a model")
+    return FederatedData(f"leaf:{root}", *sides, classes)
 
 
 def _read_folder(folder: Path) -> dict[str, Samples]:
-    files = sorted(folder.glob("*.json"))
+    try:
+        files = sorted(folder.glob("*.json"))
+    except (OSError, ValueError):  # such as a name that is too long
+        files = []
     if not files:
         raise FedcontextError(f"{folder}: no LEAF .json file found")
     users: dict[str, Samples] = {}
@@ -46,33 +53,32 @@ def _read_folder(folder: Path) -> dict[str, Samples]:
             counts = content.get("num_samples", [len(data[name]["y"]) for name in names])
             for name, count in zip(names, counts, strict=True):
                 if str(name) in users:
-                    raise ValueError(f"user {name!r} occurs twice in {folder}")
+                    raise FedcontextError(f"user {shown(name)} occurs twice in {folder}")
                 users[str(name)] = _samples(str(name), count, data[name])
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, OSError) as error:
-            reason = f"not LEAF JSON ({type(error).__name__}: {error})"
-            reason = str(error) if isinstance(error, FedcontextError) else reason
-            raise FedcontextError(f"{file}: {reason[:300]}") from None
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, OSError) as error:
+            reason = f"not LEAF JSON ({type(error).__name__}: {shortened(str(error), 200)})"
+            raise FedcontextError(f"{file}: {error if isinstance(error, FedcontextError) else reason}") from None
     return users
 
 
 def _samples(name: str, count: int, data: dict[str, Any]) -> Samples:
-    user = f"user {name[:80]!r}"
+    user = f"user {shown(name)}"
     labels = _labels(user, data["y"])
     if not len(labels) == len(data["x"]) == count:
-        raise FedcontextError(f"{user} has {len(data['x'])} x and {len(labels)} y, but num_samples {str(count)[:80]}")
+        raise FedcontextError(f"{user} has {len(data['x'])} x and {len(labels)} y, but num_samples {shown(count)}")
     try:
         with np.errstate(over="ignore"):  # what does not fit into float32 becomes infinite and is reported below
             features = np.asarray(data["x"], dtype=np.float32).reshape(count, -1 if count else 0)
         if count:
             check_arrays(features, labels)
     except (ValueError, OverflowError) as error:  # text, or rows of different lengths
-        raise FedcontextError(f"{user}: x: {error}") from None
+        raise FedcontextError(f"{user}: x: {shortened(str(error), 200)}") from None
     return features, labels
 
 
 def _labels(user: str, given: list[Any]) -> IntArray:
     """Return labels as int64; JSON files may write them as floats, such as 3.0."""
-    numbers = all(type(label) in (int, float) and 0 <= label < MAX_CLASSES and label == int(label) for label in given)
-    if not numbers:
-        raise FedcontextError(f"{user}: y must be whole numbers from 0 to {MAX_CLASSES - 1}, got {str(given)[:80]}")
+    for label in given:
+        if type(label) not in (int, float) or not 0 <= label < MAX_CLASSES or label != int(label):
+            raise FedcontextError(f"{user}: y must be whole numbers from 0 to {MAX_CLASSES - 1}, got {shown(label)}")
     return np.array(given, np.int64)

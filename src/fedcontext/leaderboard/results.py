@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import FedcontextError, shortened, shown
 from fedcontext.leaderboard.rows import Row
+from fedcontext.records import fits
 from fedcontext.storage import write_text
 
+Made = TypeVar("Made", "TaskResult", Row)
 PUBLISHED = Path(__file__).with_name("results.json")  # what `fedcontext recommend` answers from
 
 
@@ -81,7 +83,7 @@ def _ratio(name: str, kind: str, results: Sequence[TaskResult]) -> Ratio:
 
 
 def _quotient(value: float, best: float) -> float:
-    return value / best if value < math.inf else math.inf
+    return value / best if value < math.inf and best else math.inf
 
 
 def geometric_mean(values: Iterable[float]) -> float:
@@ -120,11 +122,24 @@ def write_results(results: Sequence[TaskResult], path: Path) -> None:
 def read_results(path: Path) -> list[TaskResult]:
     """Return the results in a JSON file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise FedcontextError(f"{path}: no leaderboard results ({error}); run `fedcontext leaderboard`") from None
-    tasks = [{**each, "rows": {name: Row(**_restored(row)) for name, row in each["rows"].items()}} for each in content]
-    return [TaskResult(**each) for each in tasks]
+        return [_task_result(each) for each in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = shortened(f"{type(error).__name__}: {error}", 200)
+        raise FedcontextError(f"{path}: no leaderboard results ({reason}); run `fedcontext leaderboard`") from None
+
+
+def _task_result(content: dict[str, Any]) -> TaskResult:
+    rows = {name: _checked(Row(**_restored(row))) for name, row in content["rows"].items()}
+    return _checked(TaskResult(**{**content, "rows": rows}))
+
+
+def _checked(made: Made) -> Made:
+    """Return a row or result from a file if its numbers and names are what they should be."""
+    for each in fields(made):
+        value = getattr(made, each.name)
+        if each.type in ("str", "int", "float") and not fits(value, each.type):
+            raise TypeError(f"{each.name} must be {each.type}, got {shown(value)}")
+    return made
 
 
 def _plain(value: Any) -> Any:

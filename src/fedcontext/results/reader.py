@@ -23,6 +23,8 @@ METRICS = ("loss", "accuracy", "promised_change", "measured_change", "smoothness
 COSTS = ("seconds", "bytes_down", "bytes_up")
 MAX_NUMBER = 1e100  # a larger value is an error, and would make every chart of it unreadable
 MAX_TEXT = 200  # characters kept of a name or a reason
+MAX_ROUNDS = 250_000  # used of a file
+MAX_PROBLEMS = 20  # named of a file; the others are counted
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,9 @@ def _read_rows(name: str, lines: Sequence[str]) -> tuple[list[Row], list[str]]:
     for position, line in enumerate(lines):
         if not line.strip():
             continue
+        if len(rows) == MAX_ROUNDS:
+            problems.append(f"{name}: only the first {MAX_ROUNDS} rounds are used")
+            break
         fields = parse_object(line)
         if fields is None:
             at_end = position == len(lines) - 1
@@ -158,6 +163,8 @@ def _read_rows(name: str, lines: Sequence[str]) -> tuple[list[Row], list[str]]:
         rows[row["number"]] = row
         unusable = [key for key in METRICS if fields.get(key) is not None and row[key] is None]
         problems += [f"{name}: round {row['number']} has no usable {key}" for key in unusable]
+    more = len(problems) - MAX_PROBLEMS
+    problems[MAX_PROBLEMS:] = [f"{name}: {more} more problems"] if more > 0 else []
     return [rows[number] for number in sorted(rows)], problems
 
 
