@@ -60,8 +60,6 @@ def test_a_report_survives_as_replies(small_data, algorithm, probes):
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("algorithm", RULES)
 def test_a_run_survives_every_fault_and_repeats_to_the_bit(small_data, algorithm, name):
-    if name == "nan":
-        pytest.skip("`aggregate` refuses NaN")
     settings = {**SMALL, "data": small_data, "algorithm": algorithm, "faults": f"{name}=0.3"}
     one, two = fc.train(**settings), fc.train(**settings)
     np.testing.assert_array_equal(one.params, two.params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from fedcontext.engines.base import Work
 from fedcontext.engines.softmax import SoftmaxReference
 from fedcontext.engines.torch.convolutions import convert_convolutions
 from fedcontext.engines.torch.engine import TorchEngine
-from fedcontext.engines.torch.models import cnn, cnn_small, logistic, mlp, resnet18
+from fedcontext.engines.torch.models import cnn, cnn_small, cnn_tiny, logistic, mlp, resnet18
 from fedcontext.local_sgd import LocalSGD
 
 LOCALS = {
@@ -211,6 +212,7 @@ def test_measured_smoothness_is_the_reference_engines():
 
 MODELS = {
     "mlp": (mlp, (144,)),
+    "cnn-tiny": (cnn_tiny, (1, 20, 20)),
     "cnn-small": (cnn_small, (1, 12, 12)),
     "cnn": (cnn, (1, 12, 12)),
     "resnet18": (resnet18, (1, 12, 12)),
@@ -220,7 +222,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_models_train_the_same_both_ways(name):
     make, shape = MODELS[name]
-    data = some_data(sizes=(5, 3), dimension=144)
+    data = some_data(sizes=(5, 3), dimension=math.prod(shape))
     vectorized, one_by_one = two_ways(data, partial(make, shape, 3), input_shape=shape)
     params, work = vectorized.initial_params(), some_work(LocalSGD(0.01, 3), devices=(0, 1), epochs=(1, 2))
     assert distance(vectorized.train(params, work), one_by_one.train(params, work)) < 1e-4

@@ -277,7 +277,7 @@ def test_gradients_of_many_samples_on_a_cpu_warn_once():
         ),
         (
             {"engine": "torch", "model": "gpt"},
-            "model must be one of softmax, logistic, mlp, cnn-small, cnn, resnet18, got 'gpt'",
+            "model must be one of softmax, logistic, mlp, cnn-tiny, cnn-small, cnn, resnet18, got 'gpt'",
         ),
         ({"engine": "torch", "model": "cnn"}, "needs square images of 1 or 3 channels, got 60 features"),
         (

@@ -149,7 +149,9 @@ class Experiment:
         "Training engine; auto is torch for deep models and GPUs, else numba if installed, else reference",
     )
     model: str = setting(
-        "softmax", text(), "Model: softmax, logistic (the same), or with engine torch mlp, cnn-small, cnn or resnet18"
+        "softmax",
+        text(),
+        "Model: softmax, logistic (the same), or with engine torch mlp, cnn-tiny, cnn-small, cnn or resnet18",
     )
     momentum: float = setting(0, number(below=1), "Momentum of local SGD (engine torch)")
     weight_decay: float = setting(0, number(), "Weight decay of local SGD (engine torch)")

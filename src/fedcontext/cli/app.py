@@ -11,7 +11,7 @@ import typer
 from click import UsageError
 from typer.core import TyperGroup
 
-from fedcontext.cli import leaderboard, report, reproduce, run
+from fedcontext.cli import leaderboard, report, reproduce, run, stress
 from fedcontext.cli import list as listing
 from fedcontext.cli.options import Command
 from fedcontext.console import err
@@ -51,6 +51,7 @@ COMMANDS = (
     leaderboard.tune,
     leaderboard.leaderboard,
     leaderboard.recommend,
+    stress.stress,
     reproduce.reproduce,
     listing.algorithms,
     listing.faults,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from fedcontext.datasets.federated import FederatedData, Split, federate
+from fedcontext.datasets.federated import FederatedData, Split, federate, first_devices
 from fedcontext.datasets.femnist import femnist
 from fedcontext.datasets.leaf import leaf
 from fedcontext.datasets.mnist import mnist
@@ -18,6 +18,7 @@ NAMES = {
     "synthetic-A-B": "synthetic: 30 devices that differ in model by A and in features by B, such as synthetic-1-1",
     "synthetic-A-B-N": "the same with N devices, samples generated on demand, such as synthetic-1-1-1000000",
     "mnist": "1,000 devices with 2 digits each, sizes by a power law (FedProx)",
+    "mnist-N": "the first N devices of it, such as mnist-100",
     "femnist": "one device per writer, 62 classes (LEAF)",
     "leaf:PATH": "any folder with LEAF's train/*.json and test/*.json",
 }
@@ -44,7 +45,7 @@ def load_dataset(name: str, seed: int = 0) -> FederatedData:
     >>> load_dataset("no-such-data")
     Traceback (most recent call last):
     ...
-    fedcontext.errors.FedcontextError: dataset must be one of synthetic-iid, synthetic-A-B, synthetic-A-B-N, mnist, femnist, leaf:PATH, got 'no-such-data'
+    fedcontext.errors.FedcontextError: dataset must be one of synthetic-iid, synthetic-A-B, synthetic-A-B-N, mnist, mnist-N, femnist, leaf:PATH, got 'no-such-data'
     """
     if name == "synthetic-iid":
         return synthetic(0, 0, iid=True, seed=seed)
@@ -53,6 +54,8 @@ def load_dataset(name: str, seed: int = 0) -> FederatedData:
         return synthetic(float(numbers[1]), float(numbers[2]), devices=count, seed=seed, on_demand=on_demand)
     if name == "mnist":
         return mnist(seed)
+    if numbers := re.fullmatch(r"mnist-(\d{1,4})", name):
+        return first_devices(mnist(seed), int(numbers[1]), name)
     if name == "femnist":
         return femnist()
     if name.startswith("leaf:"):

@@ -152,6 +152,24 @@ def join(parts: Sequence[Samples]) -> Split:
     return Split(features, labels.astype(np.int64), _offsets([own for _, own in parts]))
 
 
+def first_devices(data: FederatedData, count: int, name: str) -> FederatedData:
+    """Return the first ``count`` devices of a data set, under another name.
+
+    >>> data = federate(np.zeros((20, 3)), np.arange(20) % 2, [np.arange(10), np.arange(10, 20)])
+    >>> first_devices(data, 1, "half").train.sizes
+    array([9])
+    """
+    if not 1 <= count <= data.population:
+        raise FedcontextError(f"dataset {name!r}: devices must be from 1 to {data.population}, got {count}")
+    assert isinstance(data.train, Split), "only data sets in memory can be cut"
+
+    def cut(split: Split) -> Split:
+        rows = slice(0, int(split.offsets[count]))
+        return Split(split.features[rows], split.labels[rows], split.offsets[: count + 1])
+
+    return FederatedData(name, cut(data.train), cut(data.test), data.classes)
+
+
 def gather(
     features: npt.NDArray[Any],
     labels: IntArray,

@@ -47,7 +47,7 @@ def _lines(results: Sequence[TaskResult], command: str) -> Iterator[str]:
 
 def _ratio_table(rows: Sequence[Ratio]) -> Iterator[str]:
     yield "Mean rounds to the levels and uplink to the top level, relative to the best tuned baseline of each task.\n"
-    yield from _header(
+    yield from header(
         (
             "entrant",
             "tasks",
@@ -57,7 +57,7 @@ def _ratio_table(rows: Sequence[Ratio]) -> Iterator[str]:
         )
     )
     for row in rows:
-        yield _line(
+        yield line(
             _label(row.entrant, row.kind),
             len(row.by_task),
             f"{_number(row.mean, 2)} / {_number(row.worst, 2)}",
@@ -83,9 +83,9 @@ def _task_table(result: TaskResult) -> Iterator[str]:
     levels = "/".join(f"{100 * level:.3g}" for level in result.levels)
     yield f"### {result.task}\n"
     yield f"{result.rounds} rounds, levels {levels} %. fedcontext {result.version}, {result.date}, {result.machine}.\n"
-    yield from _header(COLUMNS)
+    yield from header(COLUMNS)
     for row in sorted(result.rows.values(), key=lambda row: row.mean_rounds):
-        yield _line(*_cells(result, row))
+        yield line(*_cells(result, row))
     yield ""
 
 
@@ -120,10 +120,20 @@ def _percent(value: float) -> str:
     return f"{value:.0%}" if math.isfinite(value) else "-"
 
 
-def _header(columns: Sequence[str]) -> Iterator[str]:
-    yield _line(*columns)
+def header(columns: Sequence[str]) -> Iterator[str]:
+    """Yield the first two lines of a Markdown table.
+
+    >>> list(header(["a", "b"]))
+    ['| a | b |', '|---|---|']
+    """
+    yield line(*columns)
     yield "|---" * len(columns) + "|"
 
 
-def _line(*cells: Any) -> str:
+def line(*cells: Any) -> str:
+    """Return a line of a Markdown table.
+
+    >>> line("fedavg", 3)
+    '| fedavg | 3 |'
+    """
     return f"| {' | '.join(map(str, cells))} |"

@@ -1,0 +1,51 @@
+"""The command that runs all methods under all faults and attacks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedcontext.cli.options import Jobs, Quiet, distinct, interruptible
+from fedcontext.cli.tables import progress
+from fedcontext.console import out
+from fedcontext.errors import FedcontextError
+
+
+def stress(
+    tasks: Annotated[str, typer.Option(metavar="NAMES", help="Comma-separated tasks. [default: all]")] = "",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One task, one seed and a few faults and attacks: a minute on two cores.")
+    ] = False,
+    out_dir: Annotated[Path, typer.Option("--out", help="Directory for records and results.")] = Path("runs/stress"),
+    docs: Annotated[Path | None, typer.Option(help="Also write reliability.md and reliability.json here.")] = None,
+    jobs: Jobs = None,
+    quiet: Quiet = False,
+) -> None:
+    """Run ten methods under every fault and attack, and write reliability.md and reliability.json into --out.
+
+    Runs whose records are complete are reused.
+    """
+    from fedcontext.stress.cases import SEEDS, select
+    from fedcontext.stress.cells import stress as run_all
+    from fedcontext.stress.publication import publish
+
+    if quick and docs is not None:
+        raise FedcontextError("--quick does not write docs: run without --quick or without --docs")
+    chosen, conditions = select(distinct("tasks", tasks) if tasks else [], quick=quick)
+    folder = out_dir / "quick" if quick else out_dir
+    with interruptible(folder):
+        made = run_all(
+            folder,
+            jobs or os.cpu_count() or 1,
+            tasks=chosen,
+            conditions=conditions,
+            seeds=SEEDS[:1] if quick else SEEDS,
+            progress=lambda title, rounds: progress(title, rounds, quiet),
+        )
+    command = "fedcontext stress --quick" if quick else "fedcontext stress --docs docs"
+    for path in publish(made, folder, command) + (publish(made, docs, command) if docs else []):
+        if not quiet:
+            out.print(f"written: {path}", soft_wrap=True, highlight=False)

@@ -1,0 +1,1 @@
+"""The stress test: methods under faults and attacks, and the page of results."""

@@ -1,0 +1,167 @@
+"""Runs the stress test and reads its cells: one method under one condition on one task, over seeds."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from fedcontext.errors import FedcontextError
+from fedcontext.leaderboard.board import Progress, no_progress
+from fedcontext.leaderboard.entries import Task
+from fedcontext.leaderboard.tuning import Records, missing_experiments, records_of, run_missing
+from fedcontext.results.summary import summarise
+from fedcontext.storage import write_text
+from fedcontext.stress.cases import (
+    CONDITIONS,
+    HONEST,
+    LEVEL,
+    METHODS,
+    SEEDS,
+    TASKS,
+    Condition,
+    experiment,
+    last_disturbed,
+)
+from fedcontext.version import __version__
+
+CLOSE = 0.02  # a run has recovered when its accuracy is this close to that of the run without faults
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one method reached under one condition, by seed."""
+
+    task: str
+    method: str
+    condition: str
+    kind: str
+    share: float
+    accuracy: list[float]  # after the last round with faults or attacks; 0 for a run that ended before it
+    rounds: list[int | None]  # to the accuracy level, None if it was not reached
+    lost: list[int]  # rounds without enough usable replies
+    recovery: list[
+        int | None
+    ]  # rounds after the last fault until the accuracy is that of the honest run, less 2 points
+    ended: int  # runs that ended with an error
+
+
+@dataclass(frozen=True)
+class Results:
+    """All cells, and how they were made."""
+
+    cells: list[Cell]
+    seeds: list[int]
+    rounds: dict[str, list[int]]  # by task: all rounds, and those with faults or attacks
+    date: str
+    version: str
+    machine: str
+    level: float = LEVEL
+    settings: dict[str, dict[str, object]] = field(default_factory=dict)  # by task
+
+
+def stress(
+    out: Path,
+    jobs: int = 1,
+    *,
+    tasks: Sequence[Task] = TASKS,
+    conditions: Sequence[Condition] = CONDITIONS,
+    seeds: Sequence[int] = SEEDS,
+    progress: Progress = no_progress,
+) -> Results:
+    """Run every method under every condition on every task, and return the results.
+
+    Records go to ``out``; finished ones are reused when this is called again.
+    """
+    for task in tasks:
+        runs = [experiment(task, method, each, seed) for method in METHODS for each in conditions for seed in seeds]
+        missing = missing_experiments(runs, out)
+        with progress(task.name, sum(each.rounds for each in missing)) as on_round:
+            run_missing(missing, out, jobs, on_round)
+    cells = [_cell(task, method, each, seeds, out) for task in tasks for method in METHODS for each in conditions]
+    return Results(
+        cells,
+        list(seeds),
+        {task.name: [task.rounds, last_disturbed(task)] for task in tasks},
+        datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        __version__,
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        settings={task.name: dict(task.settings) for task in tasks},
+    )
+
+
+def _cell(task: Task, method: str, condition: Condition, seeds: Sequence[int], out: Path) -> Cell:
+    runs = [records_of(experiment(task, method, condition, seed), out) for seed in seeds]
+    honest = [records_of(experiment(task, method, HONEST, seed), out) for seed in seeds]
+    until = last_disturbed(task)
+    summaries = [summarise(records, [LEVEL]) for records in runs]
+    return Cell(
+        task.name,
+        method,
+        condition.name,
+        condition.kind,
+        condition.share,
+        [accuracy_after(records, until) for records in runs],
+        [summary.rounds_to[LEVEL] for summary in summaries],
+        [summary.lost for summary in summaries],
+        [recovery(run, accuracy_after(good, until), until) for run, good in zip(runs, honest, strict=True)],
+        sum(len(records) < task.rounds for records in runs),
+    )
+
+
+def accuracy_after(records: Records, number: int) -> float:
+    """Return the accuracy after a round, 0 if the run ended before it.
+
+    >>> from fedcontext.records import RoundRecord
+    >>> accuracy_after([RoundRecord(1, accuracy=0.5)], 1), accuracy_after([], 1)
+    (0.5, 0.0)
+    """
+    accuracy = records[number - 1].accuracy if len(records) >= number else None
+    return 0.0 if accuracy is None or not np.isfinite(accuracy) else float(accuracy)
+
+
+def recovery(records: Records, reference: float, until: int) -> int | None:
+    """Return how many rounds after round ``until`` the accuracy is at most 2 points below a reference.
+
+    >>> from fedcontext.records import RoundRecord
+    >>> recovery([RoundRecord(1, accuracy=0.1), RoundRecord(2, accuracy=0.4), RoundRecord(3, accuracy=0.79)], 0.8, 1)
+    2
+    """
+    after = ((record.number - until, record.accuracy) for record in records[until - 1 :])
+    return next((count for count, accuracy in after if accuracy is not None and accuracy >= reference - CLOSE), None)
+
+
+def write_results(results: Results, path: Path) -> None:
+    """Write results as JSON, one line a cell."""
+    values = asdict(results)
+    cells = ",\n  ".join(json.dumps(cell) for cell in values.pop("cells"))
+    head = json.dumps(values, indent=1)[2:]
+    write_text(path, f'{{\n "cells": [\n  {cells}\n ],\n{head}\n')
+
+
+def read_results(path: Path) -> Results:
+    """Return the results in a JSON file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return Results(**{**content, "cells": [Cell(**cell) for cell in content["cells"]]})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise FedcontextError(
+            f"{path}: no results of a stress test ({error!s:.200}); run `fedcontext stress`"
+        ) from None
+
+
+def merge(before: Results | None, after: Results) -> Results:
+    """Return the cells of ``after`` and those of other tasks in ``before``."""
+    if before is None:
+        return after
+    kept = [cell for cell in before.cells if cell.task not in after.rounds]
+    order = [task.name for task in TASKS]
+    cells = sorted([*kept, *after.cells], key=lambda cell: order.index(cell.task))
+    rounds, settings = {**before.rounds, **after.rounds}, {**before.settings, **after.settings}
+    return Results(**{**vars(after), "cells": cells, "rounds": rounds, "settings": settings})

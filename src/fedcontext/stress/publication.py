@@ -1,0 +1,18 @@
+"""Writes the page and the numbers of the stress test side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedcontext.storage import write_text
+from fedcontext.stress.cells import Results, merge, read_results, write_results
+from fedcontext.stress.document import document
+
+
+def publish(results: Results, folder: Path, command: str = "fedcontext stress --docs docs") -> list[Path]:
+    """Write reliability.json and reliability.md into a folder, with the tasks that it holds already, and return the paths."""
+    numbers, page = folder / "reliability.json", folder / "reliability.md"
+    merged = merge(read_results(numbers) if numbers.exists() else None, results)
+    write_results(merged, numbers)
+    write_text(page, document(merged, command))
+    return [numbers, page]

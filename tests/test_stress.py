@@ -1,0 +1,97 @@
+"""The stress test: every cell is measured, on the same devices, and the page and the numbers say the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from fedcontext.attacks import ATTACKS
+from fedcontext.errors import FedcontextError
+from fedcontext.experiment import SETTINGS
+from fedcontext.faults import FAULTS
+from fedcontext.leaderboard.board import printed_progress
+from fedcontext.stress.cases import BARE, CONDITIONS, HONEST, METHODS, SHARES, TASKS, experiment, last_disturbed, select
+from fedcontext.stress.cells import merge, read_results, stress
+from fedcontext.stress.publication import publish
+
+WITHOUT_GRADIENTS = ("mean", "by samples", "FedAdam", "Krum", "median", "FLTrust")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    tasks, conditions = select([], quick=True)
+    folder = tmp_path_factory.mktemp("stress")
+    return stress(folder, tasks=tasks, conditions=conditions, seeds=[0]), folder
+
+
+def test_every_fault_and_attack_is_measured_at_every_share():
+    shares = {name: {each.share for each in CONDITIONS if each.name == name} for name in (*FAULTS, *ATTACKS)}
+    assert all(found == set(SHARES) for found in shares.values())
+    assert CONDITIONS[0] == HONEST
+    assert len(CONDITIONS) == 2 + 3 * (len(FAULTS) + len(ATTACKS))
+
+
+def test_every_method_has_a_cell_for_every_condition(results):
+    made, _ = results
+    cells = {(cell.method, cell.condition) for cell in made.cells}
+    assert cells == {(method, each.name) for method in METHODS for each in select([], quick=True)[1]}
+    assert all(len(cell.accuracy) == 1 and 0 <= cell.accuracy[0] <= 1 for cell in made.cells)
+
+
+def test_all_settings_are_the_same_but_those_of_method_and_condition():
+    for task in TASKS:
+        runs = [experiment(task, method, each, 0) for method in METHODS for each in CONDITIONS]
+        assert len(set(runs)) == len(runs)
+        fixed = set(SETTINGS) - {"algorithm", "averaging", "faults", "attack", *BARE}
+        assert all(len({getattr(run, name) for run in runs}) == 1 for name in fixed)
+        assert 0 < last_disturbed(task) < task.rounds
+
+
+def test_lies_about_gradients_do_nothing_to_methods_that_ask_for_none(results):
+    made, _ = results
+    by_name = {(cell.method, cell.condition): cell.accuracy for cell in made.cells}
+    assert all(by_name[method, "gradient-flip"] == by_name[method, "none"] for method in WITHOUT_GRADIENTS)
+    assert any(by_name[method, "gradient-flip"] != by_name[method, "none"] for method in METHODS)
+
+
+def test_the_page_has_every_number_of_the_file(results, tmp_path):
+    made, _ = results
+    numbers, page = publish(made, tmp_path)
+    assert read_results(numbers) == made
+    json.loads(numbers.read_text("utf-8"))
+    text = page.read_text("utf-8")
+    table = text.split("### Accuracy")[1].split("###")[0]
+    rows = {line.split(" | ")[0].strip("| "): line for line in table.splitlines() if line.startswith("| ")}
+    for condition in select([], quick=True)[1]:
+        (row,) = [line for label, line in rows.items() if label.split()[:1] == [condition.name]]
+        assert len(re.findall(r"\.\d\d", row)) == len(METHODS)
+
+
+def test_finished_runs_are_reused_and_tasks_are_merged(results, tmp_path):
+    made, folder = results
+    tasks, conditions = select([], quick=True)
+    rounds = []
+
+    def progress(title, total):
+        rounds.append(total)
+        return printed_progress(title, total)
+
+    assert stress(folder, tasks=tasks, conditions=conditions, seeds=[0], progress=progress).cells == made.cells
+    assert rounds == [0]
+    other = dataclasses.replace(
+        made, cells=[dataclasses.replace(cell, task="mnist") for cell in made.cells], rounds={"mnist": [30, 20]}
+    )
+    both = merge(made, other)
+    assert len(both.cells) == 2 * len(made.cells)
+    assert merge(both, made).cells == both.cells
+
+
+def test_unknown_tasks_and_broken_files_are_named(tmp_path):
+    with pytest.raises(FedcontextError, match="tasks must be among synthetic-1-1, mnist, cnn-mnist-30, got moon"):
+        select(["moon"], quick=False)
+    (tmp_path / "reliability.json").write_text("[1]")
+    with pytest.raises(FedcontextError, match="no results of a stress test"):
+        read_results(tmp_path / "reliability.json")
