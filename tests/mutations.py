@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import io
 import json
 import struct
@@ -11,6 +12,8 @@ from random import Random
 from typing import Any
 
 import numpy as np
+
+from fedcontext.tensor_file import PLACE, ZEROS
 
 HUGE = "9" * 5_000  # digits; Python refuses to convert more than 4,300
 TOKENS = [
@@ -151,3 +154,24 @@ def mutate_safetensors(random: Random, content: bytes) -> bytes:
     if random.random() < 0.3:
         return mutate_bytes(random, content)
     return safetensors(mutate_json(random, content[8 : 8 + length]), content[8 + length :])
+
+
+def mutate_checkpoint(random: Random, content: bytes) -> bytes:
+    """Return a checkpoint with changed metadata and the right checksum, or with changed bytes."""
+    (length,) = struct.unpack("<Q", content[:8])
+    if random.random() < 0.2:
+        return mutate_bytes(random, content)
+    header = json.loads(content[8 : 8 + length])
+    if random.random() < 0.8:
+        text = header["__metadata__"]["fedcontext"].encode()
+        header["__metadata__"]["fedcontext"] = mutate_json(random, text).decode(errors="replace")
+    else:
+        start, *names = header
+        header = {start: header[start], **{name: mutate_value(random, header[name]) for name in names}}
+    return with_checksum(safetensors(json.dumps(header).encode(), content[8 + length :]))
+
+
+def with_checksum(content: bytes) -> bytes:
+    """Return a file of `write_tensors` with the checksum that its other bytes should have."""
+    blank = content[:PLACE] + ZEROS.encode() + content[PLACE + len(ZEROS) :]
+    return content[:PLACE] + hashlib.sha256(blank).hexdigest().encode() + content[PLACE + len(ZEROS) :]

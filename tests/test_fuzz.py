@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 import fedcontext as fc
+from fedcontext import checkpoint
 from fedcontext.algorithms import ALGORITHMS
 from fedcontext.cli import main
 from fedcontext.codec import Codec
@@ -35,10 +36,12 @@ from fedcontext.report.html import to_json as page_json
 from fedcontext.report.page_data import page_data
 from fedcontext.results.export import to_table
 from fedcontext.results.reader import read_runs
+from fedcontext.tensor_file import START, ZEROS
 from fedcontext.toml import to_toml
 from mutations import (
     TOKENS,
     mutate_bytes,
+    mutate_checkpoint,
     mutate_json,
     mutate_lines,
     mutate_npy,
@@ -48,6 +51,7 @@ from mutations import (
     npz,
     safetensors,
     to_json,
+    with_checksum,
 )
 
 MUTATIONS = int(os.environ.get("FEDCONTEXT_FUZZ", "1000"))
@@ -114,6 +118,21 @@ TENSORS = {
 }
 
 
+PARAMS = {"w": np.ones((2, 2)), "b": np.zeros(2, np.float32)}
+
+
+def checkpoints(folder: Path) -> list[bytes]:
+    state = {"memory": {"m": np.ones(3), "names": ["a", (1, None)]}, "by device": {3: np.zeros(1)}}
+    checkpoint.save(folder / "run.safetensors", PARAMS, state, {"number": 7, "loss": 0.5})
+    return [(folder / "run.safetensors").read_bytes()]
+
+
+def with_metadata(text: bytes) -> bytes:
+    """Return a file with the checksum of a checkpoint and these metadata."""
+    header = START + ZEROS.encode() + b'", "fedcontext": ' + to_json(text.decode()) + b"}}"
+    return with_checksum(safetensors(header, b""))
+
+
 def read_results_file(path: Path) -> None:
     ratios(read_results(path))
 
@@ -142,6 +161,9 @@ PARSERS = {
         lambda folder: [safetensors(to_json(TENSORS), bytes(32))],
         mutate_safetensors,
         "update.safetensors",
+    ),
+    "checkpoint": Parser(
+        lambda path: checkpoint.load(path, PARAMS, {"number": 7}), checkpoints, mutate_checkpoint, "run.safetensors"
     ),
     "leaderboard": Parser(read_results_file, results, mutate_json, "results.json"),
     "names": Parser(
@@ -239,6 +261,12 @@ SAID = [  # a parser, what it reads, and what it must say about it
     ("npz", npz(IMAGES)[:-500], "not readable (BadZipFile: "),
     ("npz", npz({name: claiming(content, 2_000_000) for name, content in IMAGES.items()}), "headers claim 1602000000"),
     ("npz", npz({**IMAGES, "y.npy": b"\x93NUMPY\x01\x00\x64\x00" + b"(" * 100}), "femnist.npz: not readable ("),
+    ("checkpoint", with_metadata(b"[]"), "metadata must be an object, got []"),
+    ("checkpoint", with_metadata(b"{}"), "schema must be 3, got None"),
+    ("checkpoint", with_metadata(b'{"schema": 3}'), "metadata must have facts, rule and versions, got ['schema']"),
+    ("checkpoint", with_metadata(b'{"schema": ' + DIGITS + b"}"), "not a fedcontext checkpoint (ValueError: Exceeds"),
+    ("checkpoint", with_metadata(b"[" * 100_000), "not a fedcontext checkpoint (RecursionError"),
+    ("checkpoint", with_metadata(b"{}")[:-1], "its checksum is missing or wrong"),
     ("leaderboard", b"[1]", "no leaderboard results (TypeError"),
     ("leaderboard", b"[" * 100_000, "no leaderboard results (RecursionError"),
     ("names", b"synthetic-1-1-3000000000", "synthetic-A-B-N needs N from 1 to 10000000 devices, got 3000000000"),

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 
 from fedcontext.arrays.tree import Array, Structure, all_finite, framework, kind_of, leaf_name, leaves, rebuild
-from fedcontext.errors import FedcontextError, require
+from fedcontext.errors import FedcontextError, require, shortened, shown
 from fedcontext.records import versions
 from fedcontext.storage import check_target, replacing, sync
 from fedcontext.tensor_file import is_intact, write_tensors
 
 LOG = logging.getLogger("fedcontext")
 SCHEMA = 3  # 1 held the rule's state alone, 2 had no checksum
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # what metadata of any content raise
 PARAMS, RULE = "params:", "rule:"  # prefixes of tensor names
 
 
@@ -81,7 +82,10 @@ def load(path: Path, like: Structure, identity: Mapping[str, Any] | None = None)
     params = {name: _like(path, name, leaf, tensors) for name, leaf in leaves(like).items()}
     if extra := [name for name in tensors if name.startswith(PARAMS) and name.removeprefix(PARAMS) not in params]:
         raise FedcontextError(f"{path}: the checkpoint is of a different model: it also has {', '.join(extra)}")
-    state = _unpack(content["rule"], tensors, next(iter(params.values())))
+    try:
+        state = _unpack(content["rule"], tensors, next(iter(params.values())))
+    except MALFORMED as error:
+        raise FedcontextError(f"{path}: the rule's state is malformed ({_reason(error)})") from None
     return Checkpoint(rebuild(like, params), state, content["facts"])
 
 
@@ -115,12 +119,21 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         with safetensors.safe_open(path, framework="numpy") as file:
             content = json.loads((file.metadata() or {})["fedcontext"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        schema = content["schema"]
-    except (OSError, safetensors.SafetensorError, KeyError, TypeError, UnicodeError, json.JSONDecodeError) as error:
-        raise _Damaged(f"{path}: not a fedcontext checkpoint ({type(error).__name__}: {error})") from None
-    if schema != SCHEMA:
-        raise FedcontextError(f"{path}: schema must be {SCHEMA}, got {schema}")
+    except _Damaged:
+        raise
+    except (OSError, safetensors.SafetensorError, *MALFORMED) as error:
+        raise _Damaged(f"{path}: not a fedcontext checkpoint ({_reason(error)})") from None
+    if not isinstance(content, dict):
+        raise FedcontextError(f"{path}: metadata must be an object, got {shown(content)}")
+    if content.get("schema") != SCHEMA:
+        raise FedcontextError(f"{path}: schema must be {SCHEMA}, got {shown(content.get('schema'))}")
+    if not isinstance(content.get("facts"), dict) or not {"rule", "versions"} <= content.keys():
+        raise FedcontextError(f"{path}: metadata must have facts, rule and versions, got {shown(list(content))}")
     return content, tensors
+
+
+def _reason(error: Exception) -> str:
+    return shortened(f"{type(error).__name__}: {error}", 200)
 
 
 def _check_identity(path: Path, content: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
@@ -131,7 +144,7 @@ def _check_identity(path: Path, content: Mapping[str, Any], identity: Mapping[st
                 "use the data and settings of the checkpoint, or another file"
             )
     if (made := content["versions"]) != versions():
-        LOG.warning("%s: made with %s, resumed with %s: rounds may differ in rounding", path, made, versions())
+        LOG.warning("%s: made with %s, resumed with %s: rounds may differ in rounding", path, shown(made), versions())
 
 
 def _check_finite(path: Path, params: Structure) -> None:
