@@ -30,8 +30,17 @@ from fedcontext.defences import OFF, Defences, Screened, lower_median, screen
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.geometry import Geometry, Name, Report, Structures, Vectors, measure, norms_of, shares
 from fedcontext.rules import AnyRule, CoordinateRule, Rule, State, SumRule, bound
-from fedcontext.sums import by_coordinate, sums_of, unflat
+from fedcontext.sums import Sums, by_coordinate, dot, sums_of, unflat
 from fedcontext.validation import output_leaves, raise_not_finite, select_leaves, validate
+
+
+@dataclass(frozen=True)
+class Motion:
+    """Lengths and the slope of one aggregation; None where unknown."""
+
+    update_norm: float | None = None  # ‖d‖, d the plain mean of the updates
+    step_norm: float | None = None  # of the rule's step
+    slope: float | None = None  # <g, d> with the gradient estimate g: negative where the mean update goes downhill
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,7 @@ class Aggregation:
     state: State  # the rule's state, for the next round
     screened: Screened = field(repr=False)  # what the defences did
     info: dict[str, Any] = field(default_factory=dict)  # numbers that a rule reports
+    motion: Motion = Motion()  # how far the updates and the step go
     make_step: Callable[[], Structure] = field(repr=False, default=lambda: None)
 
     @cached_property
@@ -248,7 +258,7 @@ def _apply_weights(
             raise FedcontextError("step is not available where out was given; aggregate without out")
         return combined(_zeros_like(model.leaves), None)
 
-    return Aggregation(new, applied, promised, geometry, state, screened, info, make_step=step)
+    return Aggregation(new, applied, promised, geometry, state, screened, info, _motion(seen, weights), make_step=step)
 
 
 def _apply_sums(
@@ -266,7 +276,7 @@ def _apply_sums(
             _largest(name, leaf, scratch)  # refuses params that are not finite
     norms = norms_of(vectors.updates, model.order, scratch)
     screened = screen(vectors, norms, model.order, model.rest, defences, scratch=scratch)
-    kept, info = screened.devices, dict[str, Any]()
+    kept, info, motion = screened.devices, dict[str, Any](), Motion()
     if isinstance(rule, CoordinateRule):
         vector = by_coordinate(rule.combine, vectors.updates, model.order, screened.factors, scratch)
         finite = bool(np.isfinite(vector).all())
@@ -277,6 +287,7 @@ def _apply_sums(
         raise_not_finite(report, model.measured)
     if isinstance(rule, SumRule):
         vector, state, info = rule.step(sums, state, report.population)
+        motion = _sums_motion(sums, vector)
     moved = unflat(vector, model.leaves, model.order)
     averages = shares(screened.samples[kept], kept.sum()) * screened.rest[kept]
     updates = [update for update, use in zip(vectors.updates, kept, strict=True) if use]
@@ -295,7 +306,7 @@ def _apply_sums(
     def step() -> Structure:
         return combined(_zeros_like(model.leaves), None)
 
-    return Aggregation(new, weights, nan, None, state, screened, info, make_step=step)
+    return Aggregation(new, weights, nan, None, state, screened, info, motion, make_step=step)
 
 
 def _limited(weights: FloatArray, geometry: Geometry, most: float) -> tuple[FloatArray, dict[str, Any]]:
@@ -319,6 +330,22 @@ def _spread(values: FloatArray, kept: BoolArray) -> FloatArray:
     spread = np.zeros(len(kept))
     spread[kept] = values
     return spread
+
+
+def _motion(geometry: Geometry, weights: FloatArray) -> Motion:
+    count = len(weights)
+    gram, even = geometry.gram[:count, :count], shares(None, count)
+    return Motion(
+        math.sqrt(max(0.0, float(even @ gram @ even))),
+        math.sqrt(max(0.0, float(weights @ gram @ weights))),
+        None if geometry.slopes is None else float(geometry.slope[:count] @ even),
+    )
+
+
+def _sums_motion(sums: Sums, step: FloatArray) -> Motion:
+    mean = sums.mean_update
+    slope = dot(sums.mean_gradient, mean) if sums.probes else None
+    return Motion(math.sqrt(dot(mean, mean)), math.sqrt(dot(step, step)), slope)
 
 
 def _check_needs(rule: AnyRule, report: Report, model: _Model) -> None:

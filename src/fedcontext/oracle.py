@@ -61,6 +61,7 @@ def oracle_aggregation(
         weights=coefficients,
         state=state,
         promised_change=float("nan"),
+        motion=replace(result.motion, step_norm=float(np.linalg.norm(step))),
         make_step=lambda: rebuild(params, {**leaves(result.step), **moved}),
     )
 

@@ -43,6 +43,9 @@ class RoundRecord:
     excluded: dict[int, str] = field(default_factory=dict)  # device: the reason its update was not applied
     clipped: dict[int, str] = field(default_factory=dict)  # device: what was used in part
     lost: bool = False  # too few replies: the model was kept
+    update_norm: float | None = None  # length of the plain mean of the updates
+    step_norm: float | None = None  # length of the step
+    slope: float | None = None  # of the loss along the mean update, by the gradient estimate: negative is downhill
 
 
 ANNOTATIONS = {each.name: str(each.type) for each in dataclasses.fields(RoundRecord)}

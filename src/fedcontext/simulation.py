@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedcontext.aggregation import Aggregation, aggregate
+from fedcontext.aggregation import Aggregation, Motion, aggregate
 from fedcontext.algorithms import Algorithm
 from fedcontext.arrays.tree import FloatArray, Leaves, Structure, all_finite, kind_of, leaves, rebuild, size_of
 from fedcontext.datasets import FederatedData
@@ -331,6 +331,7 @@ class Simulation:
         change = None if loss is None or before is None else loss - before
         as_is = not self._changes_step  # the bound is about the rule's own step
         promised = result.promised_change if result and as_is else None
+        motion = result.motion if result else Motion()
         return RoundRecord(
             number=plan.number,
             loss=loss,
@@ -348,6 +349,7 @@ class Simulation:
             excluded=received.excluded,
             clipped=_by_device(result.clipped) if result else {},
             lost=result is None,
+            **vars(motion if as_is else replace(motion, step_norm=None)),
         )
 
 

@@ -145,7 +145,8 @@ def _server_step(
     new = {name: array + step[name] if name in trained else aggregation.params[name] for name, array in params.items()}
     if bad := [name for name in new if not all_finite(new[name])]:
         raise FedcontextError(f"the step of {optimizer.name} overflows {', '.join(bad)}: decrease its learning rate")
-    return replace(aggregation, params=new, promised_change=math.nan, geometry=None), state
+    motion = replace(aggregation.motion, step_norm=None)
+    return replace(aggregation, params=new, promised_change=math.nan, geometry=None, motion=motion), state
 
 
 def _leaves_without_gradient(params: Arrays, replies: Sequence[Reply]) -> set[str]:

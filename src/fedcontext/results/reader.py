@@ -19,7 +19,18 @@ from fedcontext.records import RoundRecord, manifest, parse_manifest, parse_obje
 
 Row: TypeAlias = dict[str, Any]  # the fields of one round, by the names of `RoundRecord`
 
-METRICS = ("loss", "accuracy", "promised_change", "measured_change", "smoothness", "curvature", "condition")
+METRICS = (
+    "loss",
+    "accuracy",
+    "promised_change",
+    "measured_change",
+    "smoothness",
+    "curvature",
+    "condition",
+    "update_norm",
+    "step_norm",
+    "slope",
+)
 COSTS = ("seconds", "bytes_down", "bytes_up")
 MAX_NUMBER = 1e100  # a larger value is an error, and would make every chart of it unreadable
 MAX_TEXT = 200  # characters kept of a name or a reason
