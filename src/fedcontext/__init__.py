@@ -21,6 +21,7 @@ EXPORTS = {
     "codec": ["Codec"],
     "defences": ["Defences"],
     "datasets": ["FederatedData", "federate", "load_dataset"],
+    "diagnosis": ["Finding", "diagnose"],
     "errors": ["FedcontextError", "MissingExtra"],
     "experiment": ["Experiment"],
     "fleet": ["PROFILES", "Fleet", "Profile", "Spread", "make_fleet"],

@@ -16,6 +16,8 @@ from fedcontext.datasets import FederatedData as FederatedData
 from fedcontext.datasets import federate as federate
 from fedcontext.datasets import load_dataset as load_dataset
 from fedcontext.defences import Defences as Defences
+from fedcontext.diagnosis import Finding as Finding
+from fedcontext.diagnosis import diagnose as diagnose
 from fedcontext.errors import FedcontextError as FedcontextError
 from fedcontext.errors import MissingExtra as MissingExtra
 from fedcontext.experiment import Experiment as Experiment

@@ -62,8 +62,13 @@ def accuracy(images: ModuleType, changed: bool, nodes: int, fraction: float, lr:
 
 @pytest.mark.parametrize("setting", [pytest.param(s, marks=[pytest.mark.slow] * (s not in QUICK)) for s in SETTINGS])
 def test_three_lines_have_at_least_fedavgs_accuracy_after_six_rounds(
-    setting: str, images: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    setting: str,
+    images: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("WARNING", "flwr")
     nodes, fraction, lr, optimizer = SETTINGS[setting]
     monkeypatch.setattr(images, "OPTIMIZER", optimizer)
     results = {}
@@ -76,3 +81,4 @@ def test_three_lines_have_at_least_fedavgs_accuracy_after_six_rounds(
     with capsys.disabled():
         print(f"\n{setting}: FedAvg {results[False]:.3f}, three changed lines {results[True]:.3f}")
     assert results[True] >= results[False] - TOLERANCE
+    assert not any(line.startswith("Diagnosis") for line in caplog.messages)

@@ -250,6 +250,14 @@ def test_the_log_has_flowers_lines(caplog: pytest.LogCaptureFixture) -> None:
     assert sum("'loss'" in line and "'accuracy'" in line for line in reported) == 2
 
 
+@pytest.mark.parametrize(("rule", "told"), [(fc.contextual(1e4), 2), (fc.contextual_memory(), 0)])
+def test_the_log_says_what_is_wrong_when_first_seen_and_at_the_end(rule, told, caplog) -> None:
+    caplog.set_level("WARNING", "flwr")
+    strategy = ContextualStrategy(FedAvg(fraction_train=0.5), rule, epochs=(1, 1), probes="all")
+    strategy.start(MemoryGrid(APP, range(6), SETTINGS), record_of(task.initial_params(SETTINGS)), 8)
+    assert sum("the steps are too short" in line for line in caplog.messages) == told == len(caplog.messages)
+
+
 def test_contextual_fedavg_has_smoothness_one_over_lr() -> None:
     strategy = contextual_fedavg(fraction_evaluate=0.0)
     grid, start = MemoryGrid(STEADY, range(4), SETTINGS), record_of(task.initial_params(SETTINGS))

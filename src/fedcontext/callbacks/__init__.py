@@ -15,7 +15,10 @@ from fedcontext.runner import OnRound
 def follow(
     experiments: Sequence[Experiment], out: Path, *, quiet: bool = False, report: Path | None = None, track: str = ""
 ) -> Iterator[OnRound]:
-    """Yield one callback that updates everything asked for: a live report, a tracker, a table in the terminal."""
+    """Yield one callback that updates everything asked for: a live report, a tracker, a table in the terminal.
+
+    With the table come findings about runs that do not train.
+    """
     with ExitStack() as stack:
         callbacks: list[OnRound] = []
         if report is not None:
@@ -27,9 +30,10 @@ def follow(
 
             callbacks.append(stack.enter_context(track_runs(track, out)))
         if not quiet:
+            from fedcontext.callbacks.findings import print_findings
             from fedcontext.callbacks.progress import live_table
 
-            callbacks.append(stack.enter_context(live_table(experiments)))
+            callbacks += [stack.enter_context(live_table(experiments)), print_findings()]
 
         def on_round(experiment: Experiment, record: RoundRecord) -> None:
             for callback in callbacks:

@@ -24,11 +24,12 @@ from fedcontext.cli.options import (
     interruptible,
     takes_settings,
 )
-from fedcontext.cli.tables import Summaries, comparison, lost_rounds, outcome
+from fedcontext.cli.tables import comparison, lost_rounds, outcome
 from fedcontext.console import out
+from fedcontext.diagnosis import diagnose, over_seeds
 from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.records import RoundRecord
-from fedcontext.results.summary import Summary, summarise
+from fedcontext.results.summary import summarise
 from fedcontext.runner import run as run_one
 from fedcontext.runner import run_all
 
@@ -66,13 +67,12 @@ def run(
     experiment = experiment_from(settings)
     with interruptible(out_dir), follow([experiment], out_dir, quiet=quiet, report=report, track=track) as on_round:
         records = run_one(experiment, out_dir, on_round, resume=resume, save=save)
-    summary = summarise(records)
     if as_json:
-        typer.echo(json.dumps(_as_json(experiment, summary, out_dir)))
+        typer.echo(json.dumps(_as_json(experiment, records, out_dir)))
     elif not quiet:
         model = f", model: {save}" if save else ""
         where = f"records: {_records_path(experiment, out_dir)}{model}"
-        _print(experiment.dataset, {experiment.algorithm: [summary]}, where)
+        _print(experiment.dataset, {experiment.algorithm: [(experiment, records)]}, where)
 
 
 @takes_settings(COMPARE)
@@ -113,7 +113,7 @@ def compare(
         typer.echo(json.dumps(values if len(values) > 1 else next(iter(values.values()))))
     elif not quiet:
         for dataset, by_name in runs.items():
-            _print(dataset, {name: [summarise(records) for _, records in pairs] for name, pairs in by_name.items()})
+            _print(dataset, by_name)
         out.print(f"records: {out_dir}" + (f", figure: {figure}" if figure else ""), soft_wrap=True, highlight=False)
 
 
@@ -130,21 +130,27 @@ def _experiments(settings: dict[str, Any]) -> list[Experiment]:
     ]
 
 
-def _print(dataset: str, summaries: Summaries, *where: str) -> None:
+def _print(dataset: str, by_name: Runs, *where: str) -> None:
+    summaries = {name: [summarise(records) for _, records in pairs] for name, pairs in by_name.items()}
     out.print(comparison(dataset, summaries))
     for line in filter(None, (lost_rounds(summaries), outcome(summaries), *where)):
         out.print(line, soft_wrap=True, highlight=False)
+    for name, pairs in by_name.items():
+        for line in over_seeds({str(each.seed): diagnose(records, vars(each)) for each, records in pairs}):
+            out.print(f"{name}: {line}", style="yellow", soft_wrap=True, highlight=False, markup=False)
 
 
 def _all_as_json(by_name: Runs, out_dir: Path) -> dict[str, Any]:
-    return {name: [_as_json(each, summarise(r), out_dir) for each, r in pairs] for name, pairs in by_name.items()}
+    return {name: [_as_json(each, records, out_dir) for each, records in pairs] for name, pairs in by_name.items()}
 
 
 def _records_path(experiment: Experiment, out_dir: Path) -> str:
     return str(out_dir / f"{experiment.name}.jsonl")
 
 
-def _as_json(experiment: Experiment, summary: Summary, out_dir: Path) -> dict[str, Any]:
-    """Return a run's seed, the path of its records, and its summary with NaN as null."""
-    values = {key: None if value != value else value for key, value in dataclasses.asdict(summary).items()}
-    return {"seed": experiment.seed, "records": _records_path(experiment, out_dir), **values}
+def _as_json(experiment: Experiment, records: list[RoundRecord], out_dir: Path) -> dict[str, Any]:
+    """Return a run's seed, the path of its records, its summary with NaN as null, and the findings about it."""
+    values = dataclasses.asdict(summarise(records))
+    values = {key: None if value != value else value for key, value in values.items()}
+    findings = [str(finding) for finding in diagnose(records, vars(experiment))]
+    return {"seed": experiment.seed, "records": _records_path(experiment, out_dir), **values, "findings": findings}

@@ -15,6 +15,8 @@ from flwr.app import MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
 from fedcontext import checkpoint
+from fedcontext.aggregation import Motion
+from fedcontext.diagnosis import Watch, diagnose
 from fedcontext.flower.exclusion import Carried, Outcome
 from fedcontext.flower.protocol import Arrays, metric
 from fedcontext.records import RoundRecord, stream_records
@@ -46,6 +48,7 @@ class RunLog:
         self._active: Path | None = None  # the file that the records go to
         self._manifest: dict[str, Any] = {}
         self._identity: dict[str, Any] = {}
+        self._watch = Watch()
 
     @contextmanager
     def open(self, initial: Arrays, identity: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[RunState]:
@@ -59,9 +62,10 @@ class RunLog:
                 check_target(path)
                 stack.enter_context(lock(path))
                 clean(path)
-            state = self._resumed(initial)
+            state, done = self._resumed(initial), list[RoundRecord]()
             if self._records:
-                self._active, _ = stack.enter_context(open_run(self._records, self._manifest, state.number))
+                self._active, done = stack.enter_context(open_run(self._records, self._manifest, state.number))
+            self._watch = Watch(self._manifest, done)
             yield state
 
     def _resumed(self, initial: Arrays) -> RunState:
@@ -74,7 +78,12 @@ class RunLog:
         return RunState(number, saved.params, Carried(**saved.rule), loss, lost)
 
     def write(self, state: RunState, record: RoundRecord | None) -> None:
-        """Write a round's record, then its checkpoint: after a crash between the two the round is repeated."""
+        """Write a round's record, then its checkpoint: after a crash between the two the round is repeated.
+
+        A finding about the run is logged when it is first seen.
+        """
+        for finding in self._watch.add(record) if record else ():
+            log.warning("\t> %s", finding)
         if self._active and record:
             with naming(self._active), self._active.open("a", encoding="utf-8") as file:
                 list(stream_records(self._manifest, [record], file))
@@ -82,6 +91,11 @@ class RunLog:
             facts = {**self._identity, "number": state.number, "lost": state.lost, "loss": state.loss}
             after = self._active if self._active and self._active.exists() else None
             checkpoint.save(self._checkpoint, state.params, vars(state.carried), facts, after=after)
+
+    def log_findings(self) -> None:
+        """Log what is wrong with the run at its end."""
+        for finding in diagnose(self._watch.records, self._manifest):
+            log.warning("Diagnosis: %s", finding)
 
 
 def round_record(
@@ -94,13 +108,14 @@ def round_record(
     """Return the record of a round, with the loss and accuracy of its ``evaluation`` if there was one."""
     aggregation, loss = outcome.aggregation, evaluation.get("loss")
     change = None if loss is None or loss_before is None else loss - loss_before
+    promised = aggregation.promised_change if aggregation else None
     return RoundRecord(
         number=number,
         loss=loss,
         accuracy=evaluation.get("accuracy"),
         devices=outcome.devices,
         weights=list(aggregation.applied.values()) if aggregation else [],
-        promised_change=aggregation.promised_change if aggregation else None,
+        promised_change=promised if promised is not None and math.isfinite(promised) else None,
         measured_change=change,
         smoothness=outcome.rule.smoothness,
         curvature=aggregation.curvature(change) if aggregation and change is not None else None,
@@ -111,6 +126,7 @@ def round_record(
         excluded=dict(sorted(outcome.excluded.items())),
         clipped=dict(sorted(aggregation.clipped.items())) if aggregation else {},
         lost=aggregation is None,
+        **vars(aggregation.motion if aggregation else Motion()),
     )
 
 

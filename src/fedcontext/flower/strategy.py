@@ -231,6 +231,7 @@ class ContextualStrategy(Strategy):
         log.info("")
         log.info("Strategy execution finished in %.2fs", time.monotonic() - began)
         log.info("Final results:\n\n%s", result)
+        self._log.log_findings()
         return result
 
     def _run_round(

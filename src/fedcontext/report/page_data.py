@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedcontext.algorithms import ALGORITHMS
+from fedcontext.diagnosis import diagnose, over_seeds
+from fedcontext.records import RoundRecord
 from fedcontext.report.curves import curve, diagnostics
 from fedcontext.report.devices import bound_check, excluded_devices, weight_heatmap, weight_stages
 from fedcontext.report.groups import Group, algorithm_of, dataset_of, group_runs, seed_of
@@ -46,12 +48,19 @@ def _dataset(name: str, runs: Sequence[Run], run_count: int) -> dict[str, Any]:
     return {
         "name": name,
         "sentences": [headline(name, groups), outcome(group_panels, levels)],
+        "findings": [f"{group.label}: {line}" for group in groups for line in _findings(group)],
         "levels": levels,
         "configs": reproduction_configs(runs),
         "reproducible": all(algorithm_of(run) in ALGORITHMS for run in runs),
         "groups": group_panels,
         "runs": [_run(group, run, run_count) for group in groups for run in group.runs][:MAX_RUNS],
     }
+
+
+def _findings(group: Group) -> list[str]:
+    """Return what is wrong with the runs of a group."""
+    by_seed = {seed_of(run): diagnose([RoundRecord(**row) for row in run.rows], run.settings) for run in group.runs}
+    return over_seeds(by_seed)
 
 
 def _group(group: Group, levels: Sequence[float], points: int) -> dict[str, Any]:

@@ -48,6 +48,8 @@ function fillSelect(select, values, selected) {
 function writeHead() {
   byId("headline").textContent = dataset().sentences[0];
   byId("outcome").textContent = dataset().sentences[1];
+  byId("findings").hidden = !dataset().findings.length;
+  byId("findings").replaceChildren(...dataset().findings.map((text) => element("li", { textContent: text })));
   const status = byId("status");
   status.hidden = !page.status;
   document.body.classList.toggle("running", Boolean(page.status));

@@ -1,0 +1,26 @@
+"""Findings about runs on standard error, each when it is first seen."""
+
+from __future__ import annotations
+
+from fedcontext.console import err
+from fedcontext.diagnosis import Watch
+from fedcontext.experiment import Experiment
+from fedcontext.records import RoundRecord
+from fedcontext.runner import OnRound
+
+
+def print_findings() -> OnRound:
+    """Return the callback that prints a finding once for each data set and algorithm, whatever the number of seeds."""
+    watches: dict[str, Watch] = {}
+    seen: set[tuple[str, str, str]] = set()
+
+    def on_round(experiment: Experiment, record: RoundRecord) -> None:
+        watch = watches.setdefault(experiment.name, Watch(vars(experiment)))
+        for finding in watch.add(record):
+            key = experiment.dataset, experiment.algorithm, finding.what
+            if key not in seen:
+                seen.add(key)
+                where = f"{experiment.algorithm} on {experiment.dataset}, seed {experiment.seed}, round {record.number}"
+                err.print(f"{where}: {finding}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+    return on_round

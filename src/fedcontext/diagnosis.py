@@ -1,0 +1,244 @@
+"""What is wrong with a run that does not train, from its records alone: findings with evidence and advice.
+
+The limits are wide, so that a healthy run has no finding; those about the loss need ten rounds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from fedcontext.records import RoundRecord
+
+ENOUGH = 10  # rounds before anything is said about the loss
+RECENT = 5  # rounds whose median is compared
+SHORT = 0.1  # a step is short below this share of the mean update's length
+FAR = 5.0  # a smoothness is far off from this factor on
+SLOW = 0.005, 0.15  # least fall of the loss, as a share of the first one: per round, and in all
+JUMP, OFTEN = 0.25, 0.2  # the loss is unstable if it rises by this share in this share of the rounds
+HALF = 0.5  # short steps are no problem if the loss fell by this share
+GOOD = 0.8  # a model with this accuracy may have nothing left to learn
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong with a run."""
+
+    what: str  # is the same in every round in which it is found
+    evidence: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.evidence}; {self.advice}"
+
+
+def diagnose(records: Sequence[RoundRecord], settings: Mapping[str, Any] | None = None) -> list[Finding]:
+    """Return what is wrong with a run, most likely cause first; an empty list if nothing is.
+
+    ``settings`` are those of the run, as in the first line of its file: they make the advice more precise.
+
+    >>> stuck = [RoundRecord(n, loss=2.3, update_norm=1.0, step_norm=0.01, slope=-0.5, smoothness=50.0, promised_change=-1e-5) for n in range(1, 11)]
+    >>> print(diagnose(stuck)[0])  # doctest: +NORMALIZE_WHITESPACE
+    the steps are too short: they are 1 % as long as the mean update, and smoothness 50 is 100 times the curvature that
+    the rounds met (0.5); set smoothness to 0.5, or use the default rule, contextual_memory() (algorithm fedavg-memory)
+    """
+    settings = settings or {}
+    causes = (_excluded, _no_updates, _no_gradients, _uphill, _short_steps, _rising, _unstable)
+    findings = [finding for cause in causes if (finding := cause(records, settings))]
+    slow = _slow(records, settings)
+    return [slow] if slow and not findings else findings
+
+
+class Watch:
+    """Diagnoses a run while it goes on, and reports each finding once.
+
+    >>> watch = Watch()
+    >>> [len(watch.add(RoundRecord(number, update_norm=0.0))) for number in (1, 2, 3)]
+    [0, 1, 0]
+    """
+
+    def __init__(self, settings: Mapping[str, Any] | None = None, records: Iterable[RoundRecord] = ()) -> None:
+        self.settings, self.records = settings, list(records)
+        self._seen: set[str] = set()
+
+    def add(self, record: RoundRecord) -> list[Finding]:
+        """Return the findings after one more round that were not returned before; long runs are checked less often."""
+        self.records.append(record)
+        if len(self.records) % (1 + len(self.records) // 50):
+            return []
+        new = [finding for finding in diagnose(self.records, self.settings) if finding.what not in self._seen]
+        self._seen |= {finding.what for finding in new}
+        return new
+
+
+def over_seeds(findings: Mapping[str, Sequence[Finding]]) -> list[str]:
+    """Return one line for each kind of finding, with the seeds that have it, from the findings of each seed.
+
+    >>> over_seeds({"0": [], "1": [Finding("the loss rises", "it was 1 and is 2", "decrease the learning rate")]})
+    ['the loss rises: it was 1 and is 2; decrease the learning rate (seed 1)']
+    """
+    first = {finding.what: finding for each in reversed([*findings.values()]) for finding in each}
+    seeds = {what: [seed for seed, each in findings.items() if what in {f.what for f in each}] for what in first}
+    return [f"{first[what]} (seed{'s' * (len(own) > 1)} {', '.join(own)})" for what, own in seeds.items()]
+
+
+def _excluded(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Finding | None:
+    reasons = Counter(reason for record in records for reason in record.excluded.values())
+    reasons.pop("over-selection quota met", None)
+    used, lost = sum(len(record.devices) for record in records), sum(record.lost for record in records)
+    if len(records) < RECENT or not reasons or (reasons.total() <= used and 2 * lost < len(records)):
+        return None
+    (reason, count), *_ = reasons.most_common(1)
+    late = settings.get("deadline") if "deadline" in reason else None
+    advice = (
+        f"set deadline to more than {_short(late)} s" if isinstance(late, int | float) else "see these devices' logs"
+    )
+    evidence = f"{lost} of {len(records)} rounds were lost; {count} replies were excluded: {reason}"
+    return Finding("most replies are not used", evidence, advice)
+
+
+def _no_updates(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Finding | None:
+    norms = [record.update_norm for record in records if record.update_norm is not None]
+    if len(norms) < 2 or any(norms):
+        return None
+    evidence = f"in all {len(norms)} rounds the mean update is zero"
+    return Finding("the devices do not train", evidence, "an update is the local model after training minus params")
+
+
+def _no_gradients(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Finding | None:
+    moved = [record for record in records if record.update_norm and record.slope is not None]
+    if len(moved) < 2 or any(record.slope for record in moved):
+        return None
+    evidence = f"in all {len(moved)} rounds the probes' mean gradient is zero along the mean update"
+    advice = "a probe reports the gradient of its loss at params, taken before it trains and before gradients are reset"
+    return Finding("the gradients are zero", evidence, advice)
+
+
+def _uphill(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Finding | None:
+    slopes = [record.slope for record in records if record.slope is not None][:ENOUGH]
+    uphill = sum(slope > 0 for slope in slopes)
+    if len(slopes) < 4 or slopes[0] <= 0 or uphill < 0.9 * len(slopes):
+        return None
+    evidence = f"by the probes' gradients, the mean update goes uphill in {uphill} of the first {len(slopes)} rounds"
+    advice = "an update is the local model minus params, a gradient points uphill: check both signs"
+    return Finding("updates and gradients contradict each other", evidence, advice)
+
+
+def _short_steps(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Finding | None:
+    """Find a β far above the curvature: the larger of that along the mean updates, -<g, d>/‖d‖², and along the steps."""
+    complete = ("update_norm", "step_norm", "slope", "smoothness", "promised_change")
+    known = [r for r in records if r.update_norm and all(getattr(r, name) is not None for name in complete)]
+    if len(known) < RECENT or _fall(records) > HALF:
+        return None
+    length = median((record.step_norm or 0) / (record.update_norm or 1) for record in known)
+    implied = median(-(record.slope or 0) / (record.update_norm or 1) ** 2 for record in known)
+    met = max([implied, *_median_curvature(known)])
+    smoothness = median(record.smoothness or 0 for record in known)
+    if length >= SHORT or met <= 0 or smoothness < FAR * met:
+        return None
+    evidence = (
+        f"they are {_short(100 * length)} % as long as the mean update, and smoothness {_short(smoothness)} is "
+        f"{_short(smoothness / met)} times the curvature that the rounds met ({_short(met)})"
+    )
+    return Finding("the steps are too short", evidence, f"set smoothness to {_short(met)}{_or_memory(settings)}")
+
+
+def _rising(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Finding | None:
+    losses = _losses(records)
+    if len(losses) <= ENOUGH:
+        return None
+    now, lowest = median(losses[-RECENT:]), min(losses)
+    if now < 1.1 * losses[0] and not (now > 2 * lowest and now - lowest > 0.2 * losses[0]):
+        return None
+    number = next((record.number for record in records if record.loss == lowest), 0)
+    when = f"after round {number}" if number else "at first"
+    return Finding(
+        "the loss rises", f"it was {lowest:.3g} {when} and is {now:.3g} now", _shorter_steps(records, settings)
+    )
+
+
+def _unstable(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Finding | None:
+    losses = _losses(records)
+    jumps = _rises(losses, by=JUMP)
+    if len(losses) <= ENOUGH or jumps < OFTEN * (len(losses) - 1):
+        return None
+    evidence = f"it rose by more than {100 * JUMP:.0f} % in {jumps} of {len(losses) - 1} rounds"
+    return Finding("the loss is unstable", evidence, _shorter_steps(records, settings))
+
+
+def _slow(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Finding | None:
+    losses = _losses(records)
+    accuracy = max((record.accuracy for record in records if record.accuracy is not None), default=0.0)
+    rounds = records[-1].number if records else 0
+    if len(losses) <= ENOUGH or accuracy >= GOOD or _fall(records) >= min(SLOW[0] * rounds, SLOW[1]):
+        return None
+    evidence = f"it was {losses[0]:.3g} at first, and at its lowest {min(losses):.3g} in {rounds} rounds"
+    swings = _rises(losses, by=0.02) > OFTEN * len(losses)
+    advice = (
+        _shorter_steps(records, settings)
+        if swings
+        else f"{_changed('learning_rate', settings, 10)}{_or_memory(settings)}"
+    )
+    return Finding("the loss hardly falls", evidence, advice)
+
+
+def _shorter_steps(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> str:
+    """Return which setting makes the steps of this algorithm shorter."""
+    name, smoothness = str(settings.get("algorithm", "")), records[-1].smoothness
+    if "contextual" in name and "memory" not in name and smoothness:
+        better = max([3 * smoothness, *_median_curvature(records)])
+        return f"set smoothness to {_short(better)} (now {_short(smoothness)}), or ask more probes"
+    if name in ("fedadam", "fedyogi", "fedadagrad"):
+        chosen = {"server_learning_rate": 0.1, **settings}
+        chosen |= {"server_learning_rate": 0.1} if chosen["server_learning_rate"] == "default" else {}
+        return _changed("server_learning_rate", chosen, 0.1) + _or_memory(settings)
+    return _changed("learning_rate", settings, 1 / 3) + _or_memory(settings)
+
+
+def _changed(name: str, settings: Mapping[str, Any], factor: float) -> str:
+    value = settings.get(name)
+    if isinstance(value, int | float):
+        return f"set {name} to {_short(factor * value)} (now {_short(value)})"
+    return f"{'increase' if factor > 1 else 'decrease'} the {name.replace('_', ' ')}"
+
+
+def _or_memory(settings: Mapping[str, Any]) -> str:
+    own = "memory" in str(settings.get("algorithm", ""))
+    return "" if own else ", or use the default rule, contextual_memory() (algorithm fedavg-memory)"
+
+
+def _losses(records: Sequence[RoundRecord]) -> list[float]:
+    """Return the loss before the first round, if known, and after each evaluated one; none if any is negative."""
+    losses = [record.loss for record in records if record.loss is not None]
+    if min(losses, default=0.0) < 0:
+        return []  # a share of such a loss means nothing
+    change = records[0].measured_change if records and records[0].loss is not None else None
+    return losses if change is None else [losses[0] - change, *losses]
+
+
+def _fall(records: Sequence[RoundRecord]) -> float:
+    """Return how far the loss fell at most, as a share of the first one."""
+    losses = _losses(records)
+    return 1 - min(losses) / losses[0] if losses and losses[0] > 0 else 0.0
+
+
+def _rises(losses: Sequence[float], by: float) -> int:
+    return sum(after > (1 + by) * before for before, after in pairwise(losses))
+
+
+def _median_curvature(records: Sequence[RoundRecord]) -> list[float]:
+    known = [record.curvature for record in records if record.curvature is not None]
+    return [median(known)] if known else []
+
+
+def _short(value: float) -> str:
+    """Return a number with two digits.
+
+    >>> _short(171.3), _short(0.5821)
+    ('170', '0.58')
+    """
+    return f"{float(f'{value:.2g}'):g}"

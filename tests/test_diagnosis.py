@@ -1,0 +1,189 @@
+"""The diagnosis of runs: silent about healthy ones, with advice that helps about the others."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import fedcontext as fc
+from fedcontext.cli.app import app
+from fedcontext.diagnosis import Watch
+from fedcontext.records import RoundRecord
+from fedcontext.report.page_data import page_data
+from fedcontext.results.reader import COSTS, METRICS, coerce_row, read_runs
+
+SLOW = ["--dataset", "synthetic-iid", "--algorithm", "fedavg-contextual", "--rounds", "6", "--epochs", "1..2"]
+
+
+def found(experiment: fc.Experiment) -> set[str]:
+    """All that is found in a run, at its end or before."""
+    watch = Watch(vars(experiment))
+    return {finding.what for record in fc.train(experiment).records for finding in watch.add(record)}
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        "synthetic-1-1",
+        "synthetic-iid",
+        pytest.param("mnist", marks=pytest.mark.data("mnist")),
+        pytest.param("femnist", marks=pytest.mark.data("femnist")),
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["fedavg-memory", "fedavg"])
+def test_nothing_is_found_in_a_healthy_run(dataset, algorithm):
+    assert found(fc.Experiment(dataset, algorithm, rounds=14)) == set()
+
+
+@pytest.fixture
+def one_thread():
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_printed_rule_on_a_network_is_diagnosed_and_the_default_is_not(one_thread):
+    network = {"model": "mlp", "rounds": 11, "epochs": 1}
+    assert "the steps are too short" in found(fc.presets.paper("synthetic-1-1", **network))
+    assert found(fc.Experiment("synthetic-1-1", **network)) == set()
+
+
+def test_the_advice_on_the_smoothness_helps():
+    settings = {"dataset": "synthetic-iid", "algorithm": "fedavg-contextual", "rounds": 12, "epochs": (1, 5)}
+    before = fc.train(**settings).records
+    (finding,) = fc.diagnose(before, settings)
+    smoothness = float(re.search(r"set smoothness to ([\d.]+)", finding.advice)[1])
+    after = fc.train(**settings, smoothness=smoothness).records
+    assert before[-1].smoothness > 20 * smoothness
+    assert fc.diagnose(after, settings) == []
+    falls = [records[0].loss - records[-1].loss for records in (before, after)]
+    assert falls[1] > 10 * falls[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "what", "advice"),
+    [
+        ({"deadline": 0.5}, "most replies are not used", "set deadline to more than 0.5 s"),
+        ({"algorithm": "fedavg", "learning_rate": 1e-6}, "the loss hardly falls", "set learning_rate to 1e-05"),
+        ({"algorithm": "fedavg", "learning_rate": 2.0}, "the loss rises", "set learning_rate to 0.67"),
+        (
+            {"algorithm": "fedavg-contextual", "smoothness": 0.02, "probes": "all"},
+            "the loss is unstable",
+            "set smoothness to",
+        ),
+    ],
+)
+def test_a_setting_that_is_far_off_is_named(settings, what, advice):
+    experiment = fc.Experiment(rounds=15, epochs=(1, 4), **settings)
+    findings = fc.diagnose(fc.train(experiment).records, vars(experiment))
+    assert {finding.what: finding.advice.startswith(advice) for finding in findings}[what]
+
+
+def loop(sign=1.0, gradients=1.0, updates=1.0, rounds=12, rule=None):
+    """Records of a hand-written loop on quadratics whose parts can be wrong by a factor."""
+    random = np.random.default_rng(0)
+    targets, w, rule = random.normal(size=(6, 4)), np.zeros(4), rule or fc.contextual(2)
+    for number in range(1, rounds + 1):
+        result = fc.aggregate(
+            w,
+            [sign * updates * 0.5 * (target - w) for target in targets],
+            gradients=[gradients * (w - target) for target in targets],
+            rule=rule,
+        )
+        w = result.params
+        yield RoundRecord(number, smoothness=2.0, promised_change=result.promised_change, **vars(result.motion))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ({}, None),
+        ({"sign": -1.0}, "updates and gradients contradict each other"),
+        ({"gradients": 0.0}, "the gradients are zero"),
+        ({"updates": 0.0}, "the devices do not train"),
+    ],
+)
+def test_a_loop_with_a_mistake_is_told_which(wrong, what):
+    assert [finding.what for finding in fc.diagnose(list(loop(**wrong)))] == ([what] if what else [])
+
+
+numbers = st.none() | st.floats()
+NUMBERS = (*METRICS, *COSTS)
+rounds = st.lists(
+    st.fixed_dictionaries(
+        dict.fromkeys(NUMBERS, numbers)
+        | {"excluded": st.dictionaries(st.integers(0, 9), st.text(max_size=9)), "lost": st.booleans()}
+    ),
+    max_size=15,
+)
+settings = st.dictionaries(
+    st.sampled_from(["deadline", "learning_rate", "server_learning_rate", "algorithm", "smoothness"]),
+    st.none()
+    | st.floats()
+    | st.text()
+    | st.booleans()
+    | st.lists(st.integers())
+    | st.sampled_from(["fedadam", "x-contextual"]),
+)
+
+
+@given(rounds, settings)
+def test_any_file_has_a_diagnosis(given_rounds, given_settings):
+    rows = [coerce_row(row, number) for number, row in enumerate(given_rounds, 1)]
+    assert all(str(finding) for finding in fc.diagnose([RoundRecord(**row) for row in rows], given_settings))
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=11, max_size=30), st.floats(1e-3, 1e3))
+def test_findings_about_the_loss_do_not_depend_on_its_unit(losses, unit):
+    runs = [
+        [RoundRecord(n, loss=scale * loss) for n, loss in enumerate(losses, 1)]
+        for scale in (1, 2.0 ** round(np.log2(unit)))
+    ]
+    assert [f.what for f in fc.diagnose(runs[0])] == [f.what for f in fc.diagnose(runs[1])]
+
+
+@given(st.floats(0, 0.99), st.integers(11, 40))
+def test_a_loss_that_falls_steadily_by_a_hundredth_a_round_is_fine(factor, count):
+    losses = 3 * min(factor, 0.99) ** np.arange(count)
+    assert fc.diagnose([RoundRecord(n, loss=loss) for n, loss in enumerate(losses.tolist(), 1)]) == []
+
+
+def test_a_good_model_that_has_nothing_left_to_learn_is_fine():
+    records = [RoundRecord(n, loss=0.1, accuracy=0.95) for n in range(1, 30)]
+    assert fc.diagnose(records) == []
+    assert fc.diagnose([replace(record, accuracy=0.1) for record in records]) != []
+
+
+def test_the_command_line_says_it_once_while_running_and_once_at_the_end(tmp_path):
+    done = CliRunner().invoke(app, ["run", *SLOW, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert done.stderr.count("the steps are too short") == 1
+    assert "round 5: the steps are too short" in done.stderr
+    assert done.stdout.count("fedavg-contextual: the steps are too short") == 1
+    (run,) = page_data(*read_runs([tmp_path]))["datasets"]
+    assert [text.split(":")[1] for text in run["findings"]] == [" the steps are too short"]
+
+
+def test_json_has_the_findings_and_quiet_is_quiet(tmp_path):
+    done = CliRunner().invoke(app, ["run", *SLOW, "--out", str(tmp_path), "--json", "--quiet"])
+    assert [text.split(":")[0] for text in json.loads(done.stdout)["findings"]] == ["the steps are too short"]
+    assert done.stderr == ""
+
+
+def test_a_comparison_names_the_seeds(tmp_path):
+    options = ["--algorithms", "fedavg,fedavg-contextual", "--seeds", "0,1", "--jobs", "1", "--out", str(tmp_path)]
+    command = ["compare", *SLOW[:2], *SLOW[4:], *options]
+    done = CliRunner().invoke(app, command)
+    assert done.stderr.count("the steps are too short") == 1
+    (line,) = (line for line in done.stdout.splitlines() if "the steps are too short" in line)
+    assert line.startswith("fedavg-contextual: ")
+    assert line.endswith("(seeds 0, 1)")
