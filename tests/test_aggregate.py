@@ -258,6 +258,7 @@ BAD = {
     "NaN in the gradient": ({"gradient": broken(with_nan)}, "the gradient: leaf 'weight' has NaN"),
     "NaN in a probe": ({"gradient": None, "gradients": [model(1), broken(with_nan)], "defences": None}, "probe 1: leaf 'weight' has NaN"),
     "no gradient": ({"gradient": None}, "rule 'contextual' needs a gradient"),
+    "unused pool": ({"pool": [model(1)]}, "rule 'contextual' does not use a pool: leave pool out"),
     "no probes": ({"gradient": None, "gradients": []}, "gradients is empty"),
     "both": ({"gradients": [model(1)]}, "give gradient or gradients, not both"),
     "no own gradients": ({"rule": fc.folb()}, "rule 'folb' needs the gradient of each update's device"),

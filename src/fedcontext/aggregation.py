@@ -351,6 +351,8 @@ def _sums_motion(sums: Sums, step: FloatArray) -> Motion:
 def _check_needs(rule: AnyRule, report: Report, model: _Model) -> None:
     if not sum(size_of(model.leaves[name]) for name in model.measured):
         raise FedcontextError("no floating-point leaf enters the geometry; check layers and buffers")
+    if report.pool and not {"pool", "root"} & rule.needs:
+        raise FedcontextError(f"rule '{rule.name}' does not use a pool: leave pool out, or use expected_contextual")
     given = {
         "samples": report.samples is not None,
         "steps": report.steps is not None,

@@ -183,7 +183,17 @@ class Experiment:
         return f"{re.sub('[^A-Za-z0-9.]+', '-', self.dataset)}-{self.algorithm}-seed{self.seed}-{digest}"
 
 
-SETTINGS = tuple(each.name for each in fields(Experiment))
+CHECKS: Mapping[str, Check] = {each.name: each.metadata["check"] for each in fields(Experiment)}
+SETTINGS = tuple(CHECKS)
+
+
+def checked(name: str, value: Any) -> Any:
+    """Return a value as `Experiment` stores it in the setting ``name``; raise an error if it accepts no such value.
+
+    >>> checked("epochs", "1..20")
+    (1, 20)
+    """
+    return CHECKS[name](name, value)
 
 
 def experiment_from(settings: Mapping[str, Any]) -> Experiment:

@@ -391,7 +391,18 @@ def test_no_bytes_do_more_than_be_refused(data: st.DataObject) -> None:
     assert found.nbytes <= len(data_sent)
 
 
-@pytest.mark.parametrize("settings", [{"probes": 0}, {"probes": "some"}, {"min_replies": 0}, {"max_lost": 0}])
-def test_invalid_settings_are_refused(settings: dict) -> None:
-    with pytest.raises(fc.FedcontextError, match="must be"):
-        ContextualStrategy(FedAvg(), **settings)
+INVALID = [("probes", 0), ("probes", "some"), ("min_replies", 0), ("max_lost", 0), ("probe_averaging", "banana")]
+INVALID += [("epochs", (5, 1)), ("epochs", 0), ("epochs", "some"), ("rule", "banana"), ("rule", 3), ("pool", -5)]
+INVALID += [("pool", "some"), ("seed", -1), ("seed", "x"), ("node_timeout", 0), ("gradient_bits", 12)]
+
+
+@pytest.mark.parametrize(("name", "value"), INVALID)
+def test_invalid_settings_are_refused_when_the_strategy_is_made(name: str, value: object) -> None:
+    with pytest.raises(fc.FedcontextError, match=f"{name} must be"):
+        ContextualStrategy(FedAvg(), **{name: value})
+
+
+def test_a_function_that_returns_no_rule_is_named() -> None:
+    made = ContextualStrategy(FedAvg(), rule=lambda config: "banana")
+    with pytest.raises(fc.FedcontextError, match="the function given as rule must return a rule, got 'banana'"):
+        made.start(MemoryGrid(APP, range(3)), record_of(START), 1)

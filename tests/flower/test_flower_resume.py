@@ -126,7 +126,7 @@ OTHERS = {
     "probe_averaging": "mean",
     "layers": ["softmax"],
     "buffers": ["softmax"],
-    "gradient_bits": (8, 8),
+    "gradient_bits": 8,
     "server": fedadam(),
 }
 

@@ -15,9 +15,9 @@ from flwr.serverapp.strategy import FedAvg, Result, Strategy
 
 from fedcontext import server as optimizers
 from fedcontext.arrays.tree import all_finite
-from fedcontext.codec import Codec
 from fedcontext.defences import Defences
-from fedcontext.errors import FedcontextError, positive
+from fedcontext.errors import FedcontextError, positive, shown
+from fedcontext.experiment import checked
 from fedcontext.flower.coding import PLAIN, RoundCodes
 from fedcontext.flower.exclusion import Aggregator, Carried, Outcome, Settings, aggregate_usable, usable_evaluations
 from fedcontext.flower.messages import Extras, Pool, Task, message_for, parse_replies, plan_tasks
@@ -26,8 +26,10 @@ from fedcontext.flower.roster import Roster, snapshot, wait_for_nodes
 from fedcontext.flower.run_log import RunLog, RunState, loss_and_accuracy, round_metrics, round_record
 from fedcontext.memory import contextual_memory
 from fedcontext.plan import Probes
+from fedcontext.probing import coding_for
 from fedcontext.rules import AnyRule, Rule, contextual
 from fedcontext.server import ServerOptimizer
+from fedcontext.settings import integer
 
 log = logging.getLogger("flwr")
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -53,8 +55,8 @@ class ContextualStrategy(Strategy):
         probe_averaging: whether the probes' gradients are weighted by "samples" or equally ("mean").
         layers: leaves that enter the geometry; all by default.
         buffers: leaves that are averaged instead of weighted, besides those that most gradients lack.
-        gradient_bits: bits an entry of the gradients and of their differences, 1 to 8, or 32 for float32. None is
-            float32; for a rule with memory it is (2, 1), or (4, 2) where the cohort itself probes.
+        gradient_bits: bits an entry of the gradients, 1 to 8, or 32 for float32; differences get half of them. "auto"
+            is float32; for a rule with memory it is 2, or 4 where the cohort itself probes.
         server: an optimiser of `fedcontext.server` that acts on the step of a rule without memory, such as ``fedadam()``.
         min_replies: with fewer usable updates the round is lost: the model stays unchanged.
         max_lost: number of consecutive lost rounds that ends the run.
@@ -77,7 +79,7 @@ class ContextualStrategy(Strategy):
         probe_averaging: Literal["samples", "mean"] = "samples",
         layers: Sequence[str | int] | None = None,
         buffers: Sequence[str | int] = (),
-        gradient_bits: tuple[int, int] | None = None,
+        gradient_bits: int | Literal["auto"] = "auto",
         server: ServerOptimizer | None = None,
         min_replies: int = 1,
         max_lost: int = 3,
@@ -87,15 +89,19 @@ class ContextualStrategy(Strategy):
         checkpoint: str | Path | None = None,
         name: str = "federation",
     ) -> None:
-        if probes not in (None, "cohort", "all") and not (isinstance(probes, int) and probes > 0):
-            raise FedcontextError(f"probes must be 'cohort', 'all' or a positive number of devices, got {probes!r}")
-        if min_replies < 1 or max_lost < 1:
-            raise FedcontextError(f"min_replies and max_lost must be at least 1, got {min_replies} and {max_lost}")
-        self.inner, self.probes, self.seed = _checked(inner), probes, seed
+        self.inner = _checked_inner(inner)
         self.rule = contextual_memory() if rule is None else rule
-        self.gradient_bits, self.server = _checked_bits(gradient_bits), server
-        self.epochs, self.pool, self.name, self.max_lost = epochs, pool, name, max_lost
-        self.settings = Settings(min_replies, probe_averaging, layers, buffers, defences)
+        if not isinstance(self.rule, AnyRule) and not callable(self.rule):
+            raise FedcontextError(
+                f"rule must be a rule such as contextual_memory(), or a function of the train config, got {shown(rule)}"
+            )
+        self.probes: Probes | None = None if probes is None else checked("probes", probes)
+        self.epochs = None if epochs is None else checked("epochs", epochs)
+        self.seed, self.pool = checked("seed", seed), checked("pool", pool)
+        self.gradient_bits = checked("gradient_bits", gradient_bits)
+        self.name, self.server, self.max_lost = name, server, integer(1)("max_lost", max_lost)
+        averaging = checked("probe_averaging", probe_averaging)
+        self.settings = Settings(integer(1)("min_replies", min_replies), averaging, layers, buffers, defences)
         self.node_timeout = positive("node_timeout", node_timeout)
         self._log = RunLog(records, checkpoint)
         self._roster = Roster()
@@ -274,6 +280,8 @@ class ContextualStrategy(Strategy):
     def _resolve_rule(self, config: ConfigRecord) -> AnyRule:
         if not isinstance(self.rule, AnyRule):
             self.rule = self.rule(config)
+        if not isinstance(self.rule, AnyRule):
+            raise FedcontextError(f"the function given as rule must return a rule, got {shown(self.rule)}")
         if self.server is not None and "differences" in self.rule.needs:
             raise FedcontextError(
                 f"{self.server.name} cannot follow rule '{self.rule.name}', which models the step that it takes itself: "
@@ -287,12 +295,9 @@ class ContextualStrategy(Strategy):
         return "cohort" if "differences" not in rule.needs or cohort == connected else DEFAULT_PROBES
 
     def _bits_of(self, rule: AnyRule, probes: Probes) -> tuple[int, int]:
-        """Return the bits of gradients and differences; the two defaults with memory send about as much."""
-        if self.gradient_bits is not None:
-            return self.gradient_bits
-        if "differences" not in rule.needs:
-            return PLAIN, PLAIN
-        return (4, 2) if probes == "cohort" else (2, 1)
+        """Return the bits of gradients and differences."""
+        coding = coding_for(self.gradient_bits, "differences" in rule.needs, probes == "cohort")
+        return coding.gradient.bits, coding.difference.bits
 
     def _identity(self, rule: AnyRule) -> dict[str, Any]:
         """Return the settings that determine a round: a checkpoint is resumed only with the same ones."""
@@ -327,7 +332,7 @@ def _no_step() -> None:
     return None
 
 
-def _checked(inner: Strategy) -> FedAvg:
+def _checked_inner(inner: Strategy) -> FedAvg:
     """Return ``inner`` if all that the rule replaces is FedAvg's weighted average."""
     if isinstance(inner, FedAvg) and type(inner).aggregate_train is FedAvg.aggregate_train:
         return inner
@@ -344,15 +349,6 @@ def _checked(inner: Strategy) -> FedAvg:
         f"{'clipping and noise' if wraps else 'own aggregation'} would have no effect. Write "
         f"ContextualStrategy(FedAvg(...){advice}) instead{source}"
     )
-
-
-def _checked_bits(bits: tuple[int, int] | None) -> tuple[int, int] | None:
-    if bits is None:
-        return None
-    if len(bits) != 2:
-        raise FedcontextError(f"gradient_bits must be two numbers, of gradients and of differences, got {bits!r}")
-    gradient, difference = (Codec(each).bits for each in bits)
-    return gradient, difference
 
 
 def _note(results: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> dict[str, float]:
