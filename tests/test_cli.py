@@ -21,7 +21,7 @@ import fedcontext as fc
 from fedcontext.cli import main
 from fedcontext.cli.options import OPTIONS
 from fedcontext.cli.tables import mean_and_deviation
-from fedcontext.datasets import load_dataset
+from fedcontext.datasets import NAMES, load_dataset
 
 PROGRAM = [sys.executable, "-c", "from fedcontext.cli import main; main()"]
 FEW = ("--rounds", "3", "--engine", "reference")
@@ -101,6 +101,22 @@ def test_the_text_of_every_default_is_a_value_with_the_same_effect():
     shown = {each.name: each.metadata["default"] for each in fields(fc.Experiment) if each.default is not None}
     assert fc.Experiment(**shown) == fc.Experiment()
     assert OPTIONS.keys() == asdict(fc.Experiment()).keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "setting", "value"),
+    [
+        (["--lr", "0.2"], "learning_rate", 0.2),
+        (["--lr=0.2"], "learning_rate", 0.2),
+        (["--learning_rate", "0.2"], "learning_rate", 0.2),
+        (["--num-rounds", "2"], "rounds", 2),
+        (["--local_epochs", "1..2"], "epochs", [1, 2]),
+        (["--clients-per-round", "4"], "devices_per_round", 4),
+        (["--server-lr", "0.5", "--algorithm", "fedavg"], "server_learning_rate", 0.5),
+    ],
+)
+def test_names_that_other_libraries_use_are_options_too(tmp_path, options, setting, value):
+    assert settings_of(*options, cwd=tmp_path)[setting] == value
 
 
 @pytest.mark.parametrize(("k2", "probes"), [("0", "cohort"), ("N", "all"), ("20", 20)])
@@ -194,10 +210,9 @@ def test_algorithms_and_data_are_listed(tmp_path):
     assert by_name["oracle-span"]["oracle"] == "looks at all data"
     assert "fedprox-expected" in call("algorithms", cwd=tmp_path).stdout
     shown = call("data", "list", cwd=tmp_path).stdout
-    names = ("synthetic-iid", "synthetic-A-B", "synthetic-A-B-N", "mnist", "femnist", "leaf:PATH")
-    assert all(name in shown for name in names)
+    assert all(name in shown for name in NAMES)
     printed = " ".join(call("run", "--help", cwd=tmp_path).stdout.split()).replace("- ", "-")  # names are hyphenated
-    assert f"Data set: {', '.join(names)}." in printed
+    assert f"Data set: {', '.join(NAMES)}." in printed
     (tmp_path / "mnist.npz").touch()
     where = call("data", "where", "mnist", cwd=tmp_path, FEDCONTEXT_DATA=str(tmp_path))
     assert str(tmp_path / "mnist.npz") in where.stdout
@@ -208,8 +223,12 @@ BAD = {
     "unknown algorithm": (["run", "--algorithm", "fedsgd"], "algorithm must be one of fedavg, fedprox"),
     "unknown data set": (
         ["run", "--dataset", "cifar"],
-        "dataset must be one of synthetic-iid, synthetic-A-B, synthetic-A-B-N, mnist, femnist, leaf:PATH, got 'cifar'",
+        f"dataset must be one of {', '.join(NAMES)}, got 'cifar'",
     ),
+    "misspelt data set": (["run", "--dataset", "minst"], "leaf:PATH, got 'minst'; did you mean mnist?"),
+    "data set with underscores": (["run", "--dataset", "synthetic_1_1"], "; did you mean synthetic-1-1?"),
+    "a folder": (["run", "--dataset", "."], "got '.'; did you mean leaf:.?"),
+    "misspelt algorithm": (["run", "--algorithm", "fedavg-contxtual"], "'; did you mean fedavg-contextual?"),
     "missing LEAF folder": (["run", "--dataset", "leaf:nowhere"], "no LEAF .json file found"),
     "negative rounds": (["run", "--rounds", "-1"], "rounds must be an integer of at least 1, got '-1'"),
     "word for a number": (["run", "--rounds", "many"], "rounds must be an integer of at least 1, got 'many'"),

@@ -267,6 +267,8 @@ SAID = [  # a parser, what it reads, and what it must say about it
     ("checkpoint", with_metadata(b'{"schema": ' + DIGITS + b"}"), "not a fedcontext checkpoint (ValueError: Exceeds"),
     ("checkpoint", with_metadata(b"[" * 100_000), "not a fedcontext checkpoint (RecursionError"),
     ("checkpoint", with_metadata(b"{}")[:-1], "its checksum is missing or wrong"),
+    ("npy", npy(np.ones(2))[:8] + b"\xff\xff" + b"{" + b"-" * 65_534, "update.npy: cannot be memory-mapped ("),
+    ("npy", b"\x93NUMPY\x03\x00\x00\x00\x00\x60{}", "the header cannot have 1610612736 bytes"),
     ("leaderboard", b"[1]", "no leaderboard results (TypeError"),
     ("leaderboard", b"[" * 100_000, "no leaderboard results (RecursionError"),
     ("names", b"synthetic-1-1-3000000000", "synthetic-A-B-N needs N from 1 to 10000000 devices, got 3000000000"),

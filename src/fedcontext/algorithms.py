@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from fedcontext import robust, rules, server, variates
-from fedcontext.errors import FedcontextError, positive
+from fedcontext.errors import FedcontextError, positive, shown, suggestion
 from fedcontext.local_sgd import LocalSGD, proximal, sgd
 from fedcontext.memory import contextual_memory
 from fedcontext.rules import AnyRule, Averaging
@@ -204,7 +204,8 @@ def algorithm_named(name: str, hyperparameters: Hyperparameters) -> Algorithm:
     'mean'
     """
     if name not in ALGORITHMS:
-        raise FedcontextError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {name!r}")
+        hint = suggestion(name, ALGORITHMS)
+        raise FedcontextError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {shown(name)}{hint}")
     return with_server_rate(ALGORITHMS[name](hyperparameters), hyperparameters)
 
 

@@ -81,7 +81,7 @@ class Experiment:
     )
     batch_size: int = setting(10, integer(1), "Mini-batch size of local SGD")
     learning_rate: float = setting(
-        None, number(positive=True), "Learning rate of local SGD", default_text=PUBLISHED, aliases=("lr",)
+        None, number(positive=True), "Learning rate of local SGD", default_text=PUBLISHED, aliases=("lr", "eta_l")
     )
     mu: float = setting(0.1, number(), "Proximal constant μ of FedProx and FOLB, α of FedDyn", aliases=("proximal_mu",))
     server_learning_rate: float | Literal["default"] = setting(

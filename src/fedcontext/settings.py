@@ -58,7 +58,7 @@ def setting(default: Any, check: Check, help: str, *, default_text: str = "", al
     """Return a dataclass field for a setting.
 
     ``default_text`` describes a default that depends on other settings; ``aliases`` are names that other libraries
-    and the paper use, from which an error suggests this one.
+    and the paper use: the command line takes them as options, and elsewhere an error suggests the name.
     """
     shown = default_text or ("..".join(map(str, default)) if isinstance(default, tuple) else str(default))
     return field(default=default, metadata={"check": check, "help": help, "default": shown, "aliases": aliases})

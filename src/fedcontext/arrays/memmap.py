@@ -23,8 +23,18 @@ DTYPES = {
     "I8": "int8",
     "U8": "uint8",
 }
-# What NumPy and we raise for malformed headers.
-MALFORMED = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, SyntaxError, TokenError)
+# What we and NumPy raise for malformed headers; Python's parser raises MemoryError for some that are nested deeply.
+MALFORMED = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    OverflowError,
+    RecursionError,
+    SyntaxError,
+    TokenError,
+    MemoryError,
+)
 HEADER_LIMIT = 100 * 2**20  # bytes; the limit of the safetensors library
 
 
@@ -42,10 +52,20 @@ def open_memmap(path: str | Path) -> Structure:
         raise FedcontextError(f"{path}: must be a .npy or .safetensors file")
     try:
         if path.suffix == ".npy":
+            _check_header_length(path)
             return np.lib.format.open_memmap(path, mode="r")
         return _safetensors(path)
     except MALFORMED as error:
         raise FedcontextError(f"{path}: cannot be memory-mapped ({shortened(str(error), 200)})") from None
+
+
+def _check_header_length(path: Path) -> None:
+    """Raise ValueError for a .npy file that claims a header longer than itself: NumPy would allocate it."""
+    with path.open("rb") as file:
+        start = file.read(12)
+    length = int.from_bytes(start[8:10] if start[6:7] == b"\x01" else start[8:12], "little")
+    if length > path.stat().st_size:
+        raise ValueError(f"the header cannot have {length} bytes")
 
 
 def _safetensors(path: Path) -> dict[str, Any]:

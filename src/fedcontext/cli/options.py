@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, fields
 from pathlib import Path
@@ -47,22 +47,48 @@ Jobs = Annotated[int | None, typer.Option(min=1, help="Number of processes. [def
 
 
 class Command(TyperCommand):
-    """A command with plain help: Typer escapes brackets for Rich even where Rich does not print them."""
+    """A command that also takes the names that other libraries use, such as --lr, and underscores in options.
+
+    Its help is plain: Typer escapes brackets for Rich even where Rich does not print them.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Return the arguments that are no options; the values of options are in the context."""
+        flags = {flag for parameter in self.params for flag in parameter.opts}
+        return super().parse_args(ctx, [_own_name(arg, flags) for arg in args])
 
     def get_help(self, ctx: Any) -> str:
         """Return the help without the escapes."""
         return super().get_help(ctx).replace(r"\[", "[")
 
 
+def _own_name(argument: str, flags: Collection[str]) -> str:
+    """Return an option of another name, such as --lr or --learning_rate=0.1, under its own; others unchanged."""
+    flag, equals, value = argument.partition("=")
+    own = OTHER_NAMES.get(flag.removeprefix("--").replace("-", "_"))
+    return f"{own}{equals}{value}" if flag.startswith("--") and flag not in flags and own in flags else argument
+
+
+def flag_of(setting: str) -> str:
+    """Return the option for a setting.
+
+    >>> flag_of("learning_rate")
+    '--learning-rate'
+    """
+    return f"--{setting.replace('_', '-')}"
+
+
 def option_for(setting: Field[Any]) -> Any:
     """Return the annotation of the option for a setting. Its value stays text: the setting's own check converts it."""
     about = setting.metadata
     help = f"{about['help']}. [default: {about['default']}]"
-    flag = f"--{setting.name.replace('_', '-')}"
-    return Annotated[str | None, typer.Option(flag, metavar=about["check"].metavar, help=help)]
+    return Annotated[str | None, typer.Option(flag_of(setting.name), metavar=about["check"].metavar, help=help)]
 
 
 OPTIONS = {setting.name: option_for(setting) for setting in fields(Experiment)}
+OTHER_NAMES = {
+    name: flag_of(each.name) for each in fields(Experiment) for name in (each.name, *each.metadata["aliases"])
+}
 
 
 def takes_settings(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
