@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 import fedcontext as fc
 from fedcontext.cli import main
 from fedcontext.cli.options import OPTIONS
-from fedcontext.cli.tables import mean_and_deviation
+from fedcontext.cli.tables import mean_and_deviation, outcome
 from fedcontext.datasets import NAMES, load_dataset
+from fedcontext.results.summary import summarise
 
 PROGRAM = [sys.executable, "-c", "from fedcontext.cli import main; main()"]
 FEW = ("--rounds", "3", "--engine", "reference")
@@ -183,6 +184,38 @@ def test_losses_of_a_run_that_diverges_are_written_in_short(tmp_path):
 def test_ordinary_figures_have_three_decimals_and_two_of_their_spread(values):
     assert mean_and_deviation(values) == f"{np.mean(values):z.3f}±{np.std(values):.2f}"
     assert mean_and_deviation(values[:1]) == f"{values[0]:z.3f}"
+
+
+def reaching(*accuracies, loss=1.0):
+    """Return the summaries of one run with these accuracies."""
+    return [summarise([fc.RoundRecord(n, loss, accuracy) for n, accuracy in enumerate(accuracies, 1)])]
+
+
+def test_a_tie_is_called_one():
+    assert outcome({"a": reaching(0.9), "b": reaching(0.9, loss=0.5)}) == (
+        "a and b reached 80 % accuracy after 1 round; the lowest final loss is 0.500, of b."
+    )
+    assert outcome({name: reaching(0.1, 0.6) for name in "abc"}) == (
+        "All 3 reached 60 % accuracy after 2 rounds; the lowest final loss is 1.000, of a, b and c."
+    )
+    assert outcome({"a": reaching(0.1), "b": reaching(0.9), "c": reaching(0.9), "d": reaching(0.1, 0.9)}) == (
+        "b and c reached 80 % accuracy after 1 round (d: 2, a: not reached); the lowest final loss is 1.000, "
+        "of a, b, c and d."
+    )
+    assert outcome({"a": [summarise([])]}) == "No accuracy level was reached; no final loss is known."
+
+
+def test_the_end_names_every_file_and_explains_the_table(tmp_path):
+    pytest.importorskip("plotly")
+    pytest.importorskip("tensorboard")
+    options = (*FEW, "--algorithm", "fedavg", "--save", "m.npz", "--report", "r.html", "--track", "tensorboard")
+    done = call("run", *options, cwd=tmp_path)
+    legend, paths = done.stdout.splitlines()[-2:]
+    assert re.fullmatch(r"records: runs/.*\.jsonl, model: m\.npz, report: r\.html, tracked: runs/tensorboard", paths)
+    assert "swing: standard deviation of the accuracy over the last 20" in legend
+    assert "loss rose: share of the evaluated rounds whose loss is above the one before" in legend
+    options = (*FEW, "--algorithms", "fedavg", "--seeds", "0", "--figure", "f.png", "--report", "r.html")
+    assert call("compare", *options, cwd=tmp_path).stdout.endswith("records: runs, figure: f.png, report: r.html\n")
 
 
 def test_what_rounds_to_zero_has_no_minus():

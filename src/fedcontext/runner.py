@@ -30,13 +30,13 @@ MAX_HELD = 200  # runs whose files are held before they start; each takes an ope
 
 def run(
     experiment: Experiment,
-    out: Path,
+    out: str | Path,
     on_round: OnRound = lambda experiment, record: None,
     *,
     data: FederatedData | None = None,
     engine: Engine | None = None,
     resume: bool = False,
-    save: Path | None = None,
+    save: str | Path | None = None,
 ) -> list[RoundRecord]:
     """Run an experiment and return its records.
 
@@ -58,16 +58,17 @@ def run(
     >>> from fedcontext.datasets import federate
     >>> data = federate(np.eye(20), np.arange(20) % 2, [np.arange(10), np.arange(10, 20)], name="mine")
     >>> experiment = Experiment("mine", "fedavg", rounds=2, devices_per_round=2)
-    >>> [record.number for record in run(experiment, Path(tempfile.mkdtemp()), data=data)]
+    >>> [record.number for record in run(experiment, tempfile.mkdtemp(), data=data)]
     [1, 2]
     """
     if data is not None and experiment.dataset != data.name:
         raise FedcontextError(f"dataset must be {data.name!r}, the name of the data given, got {experiment.dataset!r}")
     if resume:
         require("safetensors", extra="resume")
+    save = None if save is None else Path(save)
     if save is not None:
         check_format(save)
-    files = RunFiles(out, experiment.name)
+    files = RunFiles(Path(out), experiment.name)
     files.check()
     simulation = prepare(experiment, data=data, engine=engine)
     with files.held(), _advice(files, resume):
@@ -209,7 +210,7 @@ def error_path(experiment: Experiment, out: Path) -> Path:
 
 def run_all(
     experiments: Sequence[Experiment],
-    out: Path,
+    out: str | Path,
     jobs: int,
     on_round: OnRound = lambda experiment, record: None,
     *,
@@ -219,6 +220,7 @@ def run_all(
 
     With ``run=run_until_error`` a run that diverges does not end the others.
     """
+    out = Path(out)
     by_algorithm = {each.algorithm: each for each in experiments}
     by_model = {(each.dataset, each.model): each for each in experiments}
     for experiment in dict.fromkeys((*by_algorithm.values(), *by_model.values())):

@@ -68,8 +68,8 @@ class MLflow:
 
     def __init__(self, experiment: Experiment, out: Path) -> None:
         self.entities = require("mlflow.entities", extra="mlflow")
-        store = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(out / 'mlflow.db').absolute()}"
         out.mkdir(parents=True, exist_ok=True)
+        store = tracked_to("mlflow", out)
         self.client: Any = require("mlflow.tracking", extra="mlflow").MlflowClient(tracking_uri=store)
         existing = self.client.get_experiment_by_name("fedcontext")
         artifacts = str((out / "mlflow").absolute())
@@ -119,6 +119,17 @@ TRACKERS: dict[str, Callable[[Experiment, Path], Tracker]] = {
     "mlflow": MLflow,
     "wandb": WandB,
 }
+
+
+def tracked_to(name: str, out: Path) -> str:
+    """Return where the tracker ``name`` keeps its runs, "" without one.
+
+    >>> tracked_to("tensorboard", Path("runs")), tracked_to("", Path("runs"))
+    ('runs/tensorboard', '')
+    """
+    if name == "mlflow":
+        return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(out / 'mlflow.db').absolute()}"
+    return str(out / name) if name else ""
 
 
 @contextmanager

@@ -6,12 +6,14 @@ import dataclasses
 import json
 import os
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
 
 from fedcontext.callbacks import follow
+from fedcontext.callbacks.trackers import tracked_to
 from fedcontext.cli.options import (
     OPTIONS,
     AsJson,
@@ -24,7 +26,7 @@ from fedcontext.cli.options import (
     interruptible,
     takes_settings,
 )
-from fedcontext.cli.tables import comparison, lost_rounds, outcome
+from fedcontext.cli.tables import LEGEND, comparison, lost_rounds, outcome
 from fedcontext.console import out
 from fedcontext.diagnosis import diagnose, over_seeds
 from fedcontext.experiment import Experiment, experiment_from
@@ -70,9 +72,9 @@ def run(
     if as_json:
         typer.echo(json.dumps(_as_json(experiment, records, out_dir)))
     elif not quiet:
-        model = f", model: {save}" if save else ""
-        where = f"records: {_records_path(experiment, out_dir)}{model}"
-        _print(experiment.dataset, {experiment.algorithm: [(experiment, records)]}, where)
+        _print(experiment.dataset, {experiment.algorithm: [(experiment, records)]})
+        paths = {"records": _records_path(experiment, out_dir), "model": save, "report": report}
+        _print_paths({**paths, "tracked": tracked_to(track, out_dir)})
 
 
 @takes_settings(COMPARE)
@@ -114,7 +116,9 @@ def compare(
     elif not quiet:
         for dataset, by_name in runs.items():
             _print(dataset, by_name)
-        out.print(f"records: {out_dir}" + (f", figure: {figure}" if figure else ""), soft_wrap=True, highlight=False)
+        _print_paths(
+            {"records": out_dir, "figure": figure, "report": report, "tracked": tracked_to(track, out_dir)},
+        )
 
 
 def _experiments(settings: dict[str, Any]) -> list[Experiment]:
@@ -130,14 +134,21 @@ def _experiments(settings: dict[str, Any]) -> list[Experiment]:
     ]
 
 
-def _print(dataset: str, by_name: Runs, *where: str) -> None:
+def _print(dataset: str, by_name: Runs) -> None:
     summaries = {name: [summarise(records) for _, records in pairs] for name, pairs in by_name.items()}
     out.print(comparison(dataset, summaries))
-    for line in filter(None, (lost_rounds(summaries), outcome(summaries), *where)):
+    for line in filter(None, (lost_rounds(summaries), outcome(summaries))):
         out.print(line, soft_wrap=True, highlight=False)
     for name, pairs in by_name.items():
         for line in over_seeds({str(each.seed): diagnose(records, vars(each)) for each, records in pairs}):
             out.print(f"{name}: {line}", style="yellow", soft_wrap=True, highlight=False, markup=False)
+
+
+def _print_paths(paths: Mapping[str, object]) -> None:
+    """Print what the columns of the tables mean, and where everything was written."""
+    written = ", ".join(f"{name}: {path}" for name, path in paths.items() if path)
+    for line in (LEGEND, written):
+        out.print(line, style="dim" if line == LEGEND else None, soft_wrap=True, highlight=False, markup=False)
 
 
 def _all_as_json(by_name: Runs, out_dir: Path) -> dict[str, Any]:

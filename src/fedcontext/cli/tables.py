@@ -14,11 +14,15 @@ from rich.table import Table
 from fedcontext.console import err
 from fedcontext.experiment import Experiment
 from fedcontext.records import RoundRecord
-from fedcontext.results.summary import LEVELS, Summary, median_rounds
+from fedcontext.results.summary import LEVELS, TAIL, Summary, join_names, median_rounds
 from fedcontext.runner import OnRound
 
 Summaries: TypeAlias = Mapping[str, Sequence[Summary]]  # by algorithm, one per seed
 
+LEGEND = (
+    f"swing: standard deviation of the accuracy over the last {TAIL} evaluated rounds; loss rose: share of the evaluated "
+    "rounds whose loss is above the one before; sim. s: simulated seconds; MB up: sent by devices"
+)
 LARGE = 1e6  # numbers from here on are written in scientific notation
 
 
@@ -76,22 +80,31 @@ def outcome(summaries: Summaries) -> str:
     >>> from fedcontext.records import RoundRecord
     >>> fast, slow = ([RoundRecord(n, 1.0, a) for n, a in enumerate(run, 1)] for run in ((0.6, 0.9), (0.1, 0.6)))
     >>> outcome({"a": [summarise(fast)], "b": [summarise(slow)]})
-    'a reached 80 % accuracy after 2 rounds (b: not reached); the lowest final loss is 1.000, of a.'
+    'a reached 80 % accuracy after 2 rounds (b: not reached); the lowest final loss is 1.000, of a and b.'
     """
     losses = {label: float(np.mean([run.loss for run in runs])) for label, runs in summaries.items()}
-    lowest = min(losses, key=lambda label: losses[label] if np.isfinite(losses[label]) else np.inf)
-    end = f"the lowest final loss is {decimal(losses[lowest], 3)}, of {lowest}."
+    finite = [loss for loss in losses.values() if np.isfinite(loss)]
+    lowest = decimal(min(finite, default=np.nan), 3)
+    with_it = [label for label, loss in losses.items() if decimal(loss, 3) == lowest]
+    end = f"the lowest final loss is {lowest}, of {join_names(with_it)}." if finite else "no final loss is known."
     for level in reversed(LEVELS):
         rounds = {label: median_rounds([run.rounds_to[level] for run in runs]) for label, runs in summaries.items()}
-        first = min(rounds, key=lambda label: rounds[label])
-        if np.isfinite(rounds[first]):
-            others = [f"{label}: {count:g}" for label, count in rounds.items() if label != first and np.isfinite(count)]
-            others += [f"{label}: not reached" for label, count in rounds.items() if not np.isfinite(count)]
-            compared = f" ({', '.join(others)})" if others else ""
-            return f"{first} reached {level:.0%} accuracy after {rounds[first]:g} rounds{compared}; {end}".replace(
-                "%", " %"
-            )
+        if np.isfinite(fewest := min(rounds.values())):
+            return f"{_first(rounds, fewest)} {level * 100:.0f} % accuracy {_after(rounds, fewest)}; {end}"
     return f"No accuracy level was reached; {end}"
+
+
+def _first(rounds: Mapping[str, float], fewest: float) -> str:
+    first = [label for label, count in rounds.items() if count == fewest]
+    return f"All {len(first)} reached" if 2 < len(first) == len(rounds) else f"{join_names(first)} reached"
+
+
+def _after(rounds: Mapping[str, float], fewest: float) -> str:
+    """Return after how many rounds the first reached a level, and in brackets when the others did."""
+    others = [f"{label}: {count:g}" for label, count in rounds.items() if fewest < count < np.inf]
+    others += [f"{label}: not reached" for label, count in rounds.items() if count == np.inf]
+    compared = f" ({', '.join(others)})" if others else ""
+    return f"after {fewest:g} round{'' if fewest == 1 else 's'}{compared}"
 
 
 def lost_rounds(summaries: Summaries) -> str:

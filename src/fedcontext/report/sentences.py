@@ -9,6 +9,7 @@ from typing import Any
 
 from fedcontext.report.groups import Group, algorithm_of, seed_of
 from fedcontext.results.reader import Run
+from fedcontext.results.summary import join_names
 from fedcontext.toml import to_toml
 
 MAX_NAMES = 6  # algorithms listed in a sentence
@@ -73,15 +74,6 @@ def reproduction_configs(runs: Sequence[Run]) -> list[str]:
         to_toml({"algorithms": names, "seeds": json.loads(numbers), **json.loads(settings)})
         for (settings, numbers), names in algorithms.items()
     ]
-
-
-def join_names(names: Sequence[str]) -> str:
-    """Return names as an enumeration.
-
-    >>> join_names(["a", "b", "c"])
-    'a, b and c'
-    """
-    return " and ".join([", ".join(names[:-1])] * (len(names) > 1) + [*names[-1:]])
 
 
 def _count(counts: set[int], noun: str) -> str:

@@ -63,3 +63,12 @@ def median_rounds(counts: Sequence[int | None]) -> float:
     (5.0, inf)
     """
     return float(np.median([np.inf if count is None else count for count in counts])) if counts else float("nan")
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Return names as an enumeration.
+
+    >>> join_names(["a", "b", "c"])
+    'a, b and c'
+    """
+    return " and ".join([", ".join(names[:-1])] * (len(names) > 1) + [*names[-1:]])
