@@ -77,6 +77,8 @@ def load(path: Path, like: Structure, identity: Mapping[str, Any] | None = None)
     If it is damaged or missing, the one before it is put in its place and loaded, with a warning. Raises an error if a
     fact is not as in ``identity``, such as a digest of the data: the rounds after it would be those of another run.
     """
+    for file in (path, previous(path)):
+        check_target(file)
     content, tensors = _read_newest(path)
     _check_identity(path, content, identity or {})
     params = {name: _like(path, name, leaf, tensors) for name, leaf in leaves(like).items()}
@@ -137,14 +139,25 @@ def _reason(error: Exception) -> str:
 
 
 def _check_identity(path: Path, content: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    for name, value in json.loads(json.dumps(identity)).items():
-        if (saved := content["facts"].get(name)) != value:
-            raise FedcontextError(
-                f"{path}: {name} must be {value!r:.200} as in this run, got {saved!r:.200}: "
-                "use the data and settings of the checkpoint, or another file"
-            )
+    expected = json.loads(json.dumps(identity))
+    saved = {name: content["facts"].get(name) for name in expected}
+    if saved != expected:
+        name, value, got = _first_difference("", expected, saved)
+        raise FedcontextError(
+            f"{path}: {name} must be {value!r:.200} as in this run, got {got!r:.200}: "
+            "use the data and settings of the checkpoint, or another file"
+        )
     if (made := content["versions"]) != versions():
         LOG.warning("%s: made with %s, resumed with %s: rounds may differ in rounding", path, shown(made), versions())
+
+
+def _first_difference(name: str, value: Any, other: Any) -> tuple[str, Any, Any]:
+    """Return where two JSON values differ, and the two values there."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        for key in (*value, *other):
+            if value.get(key) != other.get(key):
+                return _first_difference(f"{name}, {key}" if name else key, value.get(key), other.get(key))
+    return name, value, other
 
 
 def _check_finite(path: Path, params: Structure) -> None:

@@ -15,8 +15,8 @@ import fedcontext as fc
 from fedcontext import checkpoint
 from fedcontext.flower import ContextualStrategy, numpy_client
 from fedcontext.flower.protocol import arrays_of, record_of
-from fedcontext.memory import contextual_memory
-from fedcontext.rules import Rule
+from fedcontext.memory import MemorySettings, contextual_memory
+from fedcontext.rules import Rule, SumRule
 from fedcontext.server import fedadam
 
 CONFIG = {
@@ -32,6 +32,10 @@ APP = numpy_client(task.train, task.gradient, task.evaluate)
 
 
 class Killed(BaseException): ...
+
+
+def memory(**settings: float) -> SumRule:
+    return contextual_memory(MemorySettings(**settings))
 
 
 def momentum() -> Rule:
@@ -136,6 +140,59 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path, what: str, ot
     start(tmp_path, rounds=1)
     with pytest.raises(fc.FedcontextError, match=rf"run.safetensors: {what} must be"):
         start(tmp_path, **{"rule" if what == "smoothness" else what: other})
+
+
+SETTINGS = {  # two rules or optimisers of one name, and what tells them apart
+    "rule settings, step, .*decay must be 0.8": ({"rule": contextual_memory()}, {"rule": memory(decay=0.8)}),
+    "server settings, update, rate must be 0.2": (
+        {"rule": fc.mean(), "server": fedadam()},
+        {"rule": fc.mean(), "server": fedadam(lr=0.2)},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", SETTINGS)
+def test_a_checkpoint_of_other_hyperparameters_is_refused(tmp_path: Path, message: str) -> None:
+    one, other = SETTINGS[message]
+    start(tmp_path, rounds=1, **one)
+    with pytest.raises(fc.FedcontextError, match=rf"run.safetensors: {message} as in this run"):
+        start(tmp_path, **other)
+    start(tmp_path, rounds=2, **one)
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog) -> None:
+    start(tmp_path / "whole")
+    start(tmp_path / "cut", rounds=3)
+    (tmp_path / "cut" / "run.safetensors").write_bytes(b"damaged")
+    start(tmp_path / "cut")
+    assert "not a fedcontext checkpoint" in caplog.text
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
+def test_finished_records_survive_a_rerun_that_is_killed_twice(tmp_path: Path) -> None:
+    start(tmp_path)
+    finished = (tmp_path / "run.jsonl").read_bytes()
+    for path in tmp_path.glob("*.safetensors*"):
+        path.unlink()
+    for exchange in (5, 11):
+        grid = MemoryGrid(APP, range(8), CONFIG)
+
+        def kill(partition, message, reply, grid=grid, exchange=exchange):
+            if len(grid.sent) == exchange:
+                raise Killed
+            return [reply]
+
+        grid.meddle = kill
+        with pytest.raises(Killed):
+            start(tmp_path, grid, rounds=6)
+        assert (tmp_path / "run.jsonl").read_bytes() == finished
+    start(tmp_path, rounds=6)
+    assert len(fc.read_run(tmp_path / "run.jsonl")[1]) == 6
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "run.jsonl",
+        "run.safetensors",
+        "run.safetensors.previous",
+    ]
 
 
 def test_a_second_run_on_a_checkpoint_in_use_is_refused(tmp_path: Path) -> None:

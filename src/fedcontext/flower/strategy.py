@@ -20,6 +20,7 @@ from fedcontext.errors import FedcontextError, positive, shown
 from fedcontext.experiment import checked
 from fedcontext.flower.coding import PLAIN, RoundCodes
 from fedcontext.flower.exclusion import Aggregator, Carried, Outcome, Settings, aggregate_usable, usable_evaluations
+from fedcontext.flower.identity import settings_in
 from fedcontext.flower.messages import Extras, Pool, Task, message_for, parse_replies, plan_tasks
 from fedcontext.flower.protocol import Arrays, array_bytes, arrays_of, record_of
 from fedcontext.flower.roster import Roster, snapshot, wait_for_nodes
@@ -306,7 +307,8 @@ class ContextualStrategy(Strategy):
         names = ("seed", "probes", "epochs", "pool", "gradient_bits")
         own = {name: getattr(self, name) for name in names}
         server = self.server and self.server.name
-        return {"rule": rule.name, "smoothness": rule.smoothness, "server": server, **own, **settings}
+        inside = {"rule settings": settings_in(rule), "server settings": settings_in(self.server)}
+        return {"rule": rule.name, "smoothness": rule.smoothness, "server": server, **own, **settings, **inside}
 
     def _manifest(self, rule: AnyRule, rounds: int) -> dict[str, Any]:
         """Return the settings in the first line of the records."""

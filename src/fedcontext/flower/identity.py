@@ -1,0 +1,55 @@
+"""What a run's rounds depend on: a checkpoint is resumed only by a strategy with the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Set
+from types import CellType, FunctionType
+from typing import Any
+
+DEPTH = 8  # of functions inside functions, a guard against those that refer to themselves
+
+
+def settings_in(value: Any, depth: int = DEPTH) -> Any:
+    """Return the settings inside a rule or an optimiser as JSON: values that its functions were made with.
+
+    `contextual_memory(settings)` and ``fedadam(lr)`` return functions that remember their arguments, and so do rules of
+    users: their name alone would not tell two settings apart.
+
+    >>> from fedcontext.server import fedavgm
+    >>> settings_in(fedavgm(momentum=0.5).update)
+    {'decay': 0.5, 'rate': 1.0}
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if depth == 0:
+        return "..."
+    if isinstance(value, FunctionType):
+        return _in_mapping(_remembered(value), depth)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _in_mapping(vars(value), depth)
+    if isinstance(value, Mapping):
+        return _in_mapping(value, depth)
+    if isinstance(value, list | tuple | Set):
+        children = [settings_in(child, depth - 1) for child in value]
+        return sorted(children, key=str) if isinstance(value, Set) else children
+    return type(value).__name__
+
+
+def _in_mapping(values: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+    return {str(name): settings_in(value, depth - 1) for name, value in values.items()}
+
+
+def _remembered(function: FunctionType) -> dict[str, Any]:
+    """Return the variables of the function around it, and its defaults."""
+    names, cells = function.__code__.co_freevars, function.__closure__ or ()
+    known = {name: _content(cell) for name, cell in zip(names, cells, strict=True)}
+    defaults = {f"default {index}": value for index, value in enumerate(function.__defaults__ or ())}
+    return {**known, **defaults, **(function.__kwdefaults__ or {})}
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that is not yet assigned
+        return None
