@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,17 @@ def write_records(path: str | Path, settings: Settings, records: Iterable[RoundR
     >>> head["settings"]["dataset"], again == records
     ('hospitals', True)
     """
-    with open_run(Path(path), settings) as (active, _), active.open("a", encoding="utf-8") as file:
-        for _ in stream_records(settings, records, file):
+    with open_run(Path(path), settings) as (active, _):
+        for _ in append_records(active, settings, records):
             pass
+
+
+def append_records(path: Path, settings: Settings, records: Iterable[RoundRecord]) -> Iterator[RoundRecord]:
+    """Yield each record after writing it to the end of ``path``; an empty file gets the manifest first."""
+    for batch in chain([[]], ([record] for record in records)):
+        with naming(path), path.open("a", encoding="utf-8") as file:
+            list(stream_records(settings, batch, file))
+        yield from batch
 
 
 @contextmanager
@@ -44,15 +52,15 @@ def open_run(path: Path, settings: Settings, done: int = 0) -> Iterator[tuple[Pa
     """Yield the file to which a run appends its records, and the first ``done`` records, which are already in it.
 
     A finished file is never shortened: where there is one, records go to ``<path>.new``, which replaces ``path`` at the
-    end of the block. If the block fails with fewer rounds than ``path`` has, both are kept, so that the run can resume.
+    end of the block. If the block fails before ``path`` is outdone, both are kept, so that the run can resume.
     """
-    check_target(path)
+    for file in (path, _beside(path)):
+        check_target(file)
     make_folder(path.parent)
     clean(path, _beside(path))
     active, records = _continued(path, settings, done) if done else (_fresh(path), [])
     try:
-        with naming(active):
-            yield active, records
+        yield active, records
     except BaseException:
         _cut_incomplete_line(active)
         _settle(active, path, complete=False)
@@ -61,16 +69,16 @@ def open_run(path: Path, settings: Settings, done: int = 0) -> Iterator[tuple[Pa
 
 
 def _settle(active: Path, path: Path, complete: bool) -> None:
-    """Put the records of this run in the place of earlier ones, unless these have more rounds."""
+    """Put the records of this run in the place of earlier ones, unless it failed and they are finished or longer."""
     rounds = count_rounds(active)
     if not rounds and not complete:
         active.unlink(missing_ok=True)  # it has only the manifest
     elif active == path or not active.exists():
         return
-    elif complete or rounds >= count_rounds(path):
+    elif complete or (rounds >= count_rounds(path) and not _is_finished(path)):
         os.replace(active, path)
     else:
-        LOG.warning("%s has more rounds than this run and is kept; those of this run are in %s", path, active)
+        LOG.warning("%s is of an earlier run that got further, and is kept; this run's rounds are in %s", path, active)
 
 
 def _beside(path: Path) -> Path:
@@ -79,7 +87,6 @@ def _beside(path: Path) -> Path:
 
 def _fresh(path: Path) -> Path:
     """Return the file for a run from its start: ``path`` if that is free."""
-    check_target(_beside(path))
     with naming(path):
         _beside(path).unlink(missing_ok=True)
     return _beside(path) if path.exists() and path.stat().st_size else path
@@ -88,9 +95,8 @@ def _fresh(path: Path) -> Path:
 def _continued(path: Path, settings: Settings, done: int) -> tuple[Path, list[RoundRecord]]:
     """Return the file with the first ``done`` rounds of a run and nothing behind them, and those records."""
     source = _beside(path) if _belongs(_beside(path), settings, done) else path
-    head, records = _first_rounds(source, done)
-    finished = len(records) > done and len(records) >= (head["settings"].get("rounds") or math.inf)
-    active = _beside(path) if finished else source
+    _, records = _first_rounds(source, done)
+    active = _beside(path) if len(records) > done and _is_finished(source) else source
     kept = "\n".join(read_lines(source)[: done + 1]) + "\n"
     if not active.exists() or active.read_bytes() != kept.encode():
         write_text(active, kept)  # on disk when it returns: the checkpoint must not be ahead of the records
@@ -117,6 +123,16 @@ def _first_rounds(path: Path, done: int) -> tuple[dict[str, Any], list[RoundReco
     if [record.number for record in records[:done]] != list(range(1, done + 1)):
         raise FedcontextError(f"{path}: cannot resume after round {done}: rounds 1 to {done} are not all in the file")
     return head, records
+
+
+def _is_finished(path: Path) -> bool:
+    """Return whether a run file has all the rounds that its settings ask for."""
+    try:
+        head, records = read_run(path)
+    except FedcontextError:
+        return False
+    rounds = head["settings"].get("rounds") if isinstance(head["settings"], dict) else None
+    return isinstance(rounds, int) and len(records) >= rounds
 
 
 def count_rounds(path: Path) -> int:

@@ -19,8 +19,8 @@ from fedcontext.model_file import check_format, save_params
 from fedcontext.preparation import prepare
 from fedcontext.processes import OnRound as OnRound
 from fedcontext.processes import Run, run_in_processes
-from fedcontext.records import RoundRecord, read_run, stream_records
-from fedcontext.run_file import open_run
+from fedcontext.records import RoundRecord, read_run
+from fedcontext.run_file import append_records, open_run
 from fedcontext.simulation import Simulation, State
 from fedcontext.storage import check_folder, check_target, clean, lock, write_text
 from fedcontext.toml import to_toml
@@ -133,10 +133,9 @@ def _run(
                 if resume:  # after the record has been written
                     _save_state(simulation, state, files.checkpoint, path)
 
-        with path.open("a", encoding="utf-8") as file:
-            for record in stream_records(experiment, remaining_rounds(), file):
-                records.append(record)
-                on_round(experiment, record)
+        for record in append_records(path, experiment, remaining_rounds()):
+            records.append(record)
+            on_round(experiment, record)
         if save is not None and state is not None:
             save_params(save, state.params)
     return records

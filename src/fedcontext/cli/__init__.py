@@ -8,7 +8,7 @@ from fedcontext.version import __version__
 
 
 def main() -> None:
-    """Run the program. It exits with 0 on success, 2 on a usage error, and 130 when interrupted."""
+    """Run the program. It exits with 0 on success, 2 on an error, 130 when interrupted and 143 when terminated."""
     if sys.argv[1:] == ["--version"]:
         print(f"fedcontext {__version__}")
         return

@@ -15,7 +15,7 @@ from fedcontext.console import out
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import check_names, experiment_from
 from fedcontext.leaderboard import entries
-from fedcontext.storage import write_text
+from fedcontext.storage import lock, write_text
 from fedcontext.toml import to_toml
 
 Names = Annotated[str, typer.Option(metavar="NAMES", help="Comma-separated names. [default: all]")]
@@ -54,7 +54,7 @@ def leaderboard(
     tuning, seeds = list(entries.TUNING_SEEDS), list(entries.TEST_SEEDS)
     if quick:
         tuning, seeds = tuning[:1], seeds[:2]
-    with interruptible(out_dir):
+    with interruptible(out_dir), lock(out_dir / "results.json"):
         made = board.compete(
             chosen,
             rivals,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import signal
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, fields
@@ -159,11 +160,23 @@ def distinct(name: str, given: object) -> list[str]:
     return values
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a command as an interrupt does."""
+
+
 @contextmanager
 def interruptible(out_dir: Path) -> Iterator[None]:
-    """Exit with 130 on an interrupt, and print where the completed rounds are."""
+    """Exit with 130 on an interrupt and 143 on SIGTERM, and print where the completed rounds are."""
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
-    except KeyboardInterrupt:
-        err.print(f"interrupted: completed rounds are in {out_dir}", style="yellow", highlight=False)
-        raise typer.Exit(130) from None
+    except KeyboardInterrupt as error:
+        word, code = ("terminated", 143) if isinstance(error, Terminated) else ("interrupted", 130)
+        err.print(f"{word}: completed rounds are in {out_dir}", style="yellow", highlight=False)
+        raise typer.Exit(code) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise Terminated

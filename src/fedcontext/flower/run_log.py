@@ -19,9 +19,9 @@ from fedcontext.aggregation import Motion
 from fedcontext.diagnosis import Watch, diagnose
 from fedcontext.flower.exclusion import Carried, Outcome
 from fedcontext.flower.protocol import Arrays, metric
-from fedcontext.records import RoundRecord, stream_records
-from fedcontext.run_file import open_run
-from fedcontext.storage import check_target, clean, lock, naming
+from fedcontext.records import RoundRecord
+from fedcontext.run_file import append_records, open_run
+from fedcontext.storage import check_target, clean, lock
 
 log = logging.getLogger("flwr")
 LOSS = ("loss", "eval_loss", "eval-loss")  # names that apps use
@@ -85,8 +85,7 @@ class RunLog:
         for finding in self._watch.add(record) if record else ():
             log.warning("\t> %s", finding)
         if self._active and record:
-            with naming(self._active), self._active.open("a", encoding="utf-8") as file:
-                list(stream_records(self._manifest, [record], file))
+            list(append_records(self._active, self._manifest, [record]))
         if self._checkpoint:
             facts = {**self._identity, "number": state.number, "lost": state.lost, "loss": state.loss}
             after = self._active if self._active and self._active.exists() else None

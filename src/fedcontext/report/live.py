@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fedcontext.errors import require
+from fedcontext.errors import FileError, require
 from fedcontext.experiment import Experiment
 from fedcontext.records import RoundRecord
 from fedcontext.report.html import render, to_json
@@ -43,9 +43,11 @@ def live_report(experiments: Sequence[Experiment], out: Path, interval: float = 
 
     try:
         yield on_round
-    finally:
-        page.write_page(running=False)
-        page.write_update(running=False)
+    except BaseException:
+        with suppress(FileError):  # the first error counts, not that of a disk which is still full
+            page.write_end()
+        raise
+    page.write_end()
 
 
 class LivePage:
@@ -70,6 +72,11 @@ class LivePage:
         """Write the script that an open page polls."""
         time_ms = time.time_ns() // 1_000_000
         write_text(self.script, f"fedcontextUpdate({time_ms},{to_json(self._data(running))});")
+
+    def write_end(self) -> None:
+        """Write both as they stay."""
+        self.write_page(running=False)
+        self.write_update(running=False)
 
     def _data(self, running: bool) -> dict[str, object]:
         return page_data(list(self.runs.values()), status=self._progress() if running else "")
