@@ -35,9 +35,9 @@ class MemorySettings:
 
     decay: float = 0.9  # share of every running quantity that a round keeps
     floor: float = 0.1  # least gain of the gradient estimate, least trust; 2 x floor is the least share of d in a step
-    reach: float = 3.0  # a step is at most reach x trust x ‖d‖ long
+    reach: float = 3.0  # a step is at most reach x trust x R long, R the larger of ‖d‖ and its running mean
     momentum: float = 0.8  # largest multiple of the previous step
-    anchor: float = 0.3  # first limit of ‖step - d‖ / ‖d‖
+    anchor: float = 0.3  # first limit of ‖step - d‖ / R
     growth: float = 8.0  # factor by which one round's evidence can move that limit
     damping: float = 0.3  # share of a direction's curvature that a secant update keeps at least
     smallest: float = 0.01  # added to the root mean square that divides d
@@ -144,7 +144,7 @@ def _first_step(sums: Sums, settings: MemorySettings, population: float) -> tupl
     length, unit, slopes = _norm(d), np.zeros((4, len(d))), np.zeros(4)
     unit[MEAN] = d / length
     slopes[MEAN] = dot(g, unit[MEAN])
-    implied = max(-dot(g, d), 1e-12) / length**2
+    implied = max(-dot(g, d), 1e-12 * length * _norm(g)) / length**2
     memory = Memory(
         gradient=g,
         error=sums.variance(sums.gradient_norms, sums.gradient, population),
