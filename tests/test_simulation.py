@@ -198,6 +198,44 @@ def test_a_server_learning_rate_scales_the_step_of_any_algorithm(small_data, alg
     np.testing.assert_allclose(2 * rates[0], rates[1], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"learning_rate": 0.5}, "learning_rate is 0.5 in the settings, but the Algorithm 'fedavg' given has 0.1"),
+        ({"batch_size": 3}, "batch_size is 3 in the settings, but the Algorithm 'fedavg' given has 10"),
+        ({"momentum": 0.5}, "momentum is 0.5 in the settings, but the Algorithm 'fedavg' given has 0.0"),
+        ({"server_learning_rate": 2.0}, "server_learning_rate is 2.0 in the settings, but .* does not use it"),
+        ({"averaging": "samples"}, "averaging is samples in the settings, but .* does not use it"),
+    ],
+)
+def test_a_setting_that_an_algorithm_object_overrules_is_refused(small_data, settings, message):
+    algorithm = fedavg(Hyperparameters(learning_rate=0.1, smoothness=10))
+    with pytest.raises(FedcontextError, match=message):
+        fc.simulate(data=small_data, algorithm=algorithm, rounds=1, **settings)
+    same = {"learning_rate": 0.1, "batch_size": 10, "momentum": 0}
+    assert fc.train(data=small_data, algorithm=algorithm, rounds=1, **same).records[0].smoothness == pytest.approx(10)
+
+
+def test_a_setting_that_a_rule_does_not_use_is_refused(small_data):
+    with pytest.raises(FedcontextError, match=r"mu is 0\.7 in the settings, but the rule 'mean' given does not use it"):
+        fc.simulate(data=small_data, algorithm=fc.mean(), rounds=1, mu=0.7)
+    fc.train(data=small_data, algorithm=fc.mean(), rounds=1, learning_rate=0.5, batch_size=3, server_learning_rate=2.0)
+
+
+def test_an_engine_that_cannot_train_the_model_given_is_refused(small_data):
+    nn = pytest.importorskip("torch").nn
+    with pytest.raises(FedcontextError, match="engine 'numba' cannot train a PyTorch module; use engine 'torch'"):
+        fc.simulate(data=small_data, model=nn.Linear(5, 3), engine="numba", rounds=1)
+    with pytest.raises(FedcontextError, match="give an engine or a model, not both"):
+        fc.simulate(data=small_data, model=nn.Linear(5, 3), engine=SoftmaxReference(small_data), rounds=1)
+    assert fc.train(data=small_data, model=nn.Linear(5, 3), engine="torch", algorithm="fedavg", rounds=1).records
+
+
+def test_averaging_without_effect_is_warned_about(small_data):
+    with pytest.warns(UserWarning, match="averaging has no effect on rule 'contextual memory'"):
+        fc.prepare(fc.Experiment("small", averaging="samples", devices_per_round=4), data=small_data)
+
+
 def test_a_server_step_that_overflows_is_refused(small_data):
     with pytest.raises(FedcontextError, match="lower the server learning rate"):
         play(small_data, "fedavg", server_learning_rate=1e39)

@@ -73,13 +73,13 @@ def shown(value: object) -> str:
         return "a value too large to print"
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: object, known: Iterable[str]) -> str:
     """Return the end of an error message that suggests the known name most similar to a wrong one, if there is one.
 
     >>> suggestion("minst", ["mnist", "femnist"]), suggestion("cifar", ["mnist"])
     ('; did you mean mnist?', '')
     """
-    nearest = difflib.get_close_matches(name[:LONGEST_VALUE], known, n=1)
+    nearest = difflib.get_close_matches(name[:LONGEST_VALUE], known, n=1) if isinstance(name, str) else []
     return f"; did you mean {nearest[0]}?" if nearest else ""
 
 

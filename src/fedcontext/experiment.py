@@ -100,7 +100,9 @@ class Experiment:
         aliases=("beta",),
     )
     averaging: Averaging = setting(
-        "mean", AVERAGING, "Averaging of updates in FedAvg and FedProx: plain mean, or by sample counts"
+        "mean",
+        AVERAGING,
+        "Averaging of updates in FedAvg and FedProx: plain mean, or by sample counts; the rule with memory has the mean",
     )
     liars: float = setting(
         0.3,
@@ -109,7 +111,9 @@ class Experiment:
         aliases=("num_malicious_nodes", "beta_trim"),
     )
     probe_averaging: Averaging = setting(
-        "samples", AVERAGING, "Averaging of the probes' gradients: plain mean, or by sample counts"
+        "samples",
+        AVERAGING,
+        "Averaging of the probes' gradients: plain mean, or by sample counts; the rule with memory has the mean",
     )
     max_gradient: float = setting(
         SAFE.max_gradient, number(), "Gradients are clipped to this multiple of the probes' median norm; 0 disables"

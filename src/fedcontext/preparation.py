@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from fedcontext.simulation import Simulation, State
 from fedcontext.smoothness import curvature, smoothness_of
 from fedcontext.sums import flat, unflat
 
+USED_WITH_RULES = ("learning_rate", "batch_size", "momentum", "weight_decay", "clip", "server_learning_rate")
 ROOT_SAMPLES = 100  # of the server's own set, as in the paper on FLTrust
 
 
@@ -53,20 +55,28 @@ def prepare(
     Args:
         experiment: the settings.
         data: your own data, such as `federate` makes.
-        algorithm: your own `Algorithm`, or a rule for FedAvg's local training.
+        algorithm: your own `Algorithm`, or a rule for FedAvg's local training. A setting that it overrules, such as the
+            learning rate of an `Algorithm`, must be left at its default or be the same.
         engine: your own `Engine`, already made for the data.
         model: a ``torch.nn.Module``, or a function that makes one, for the PyTorch engine.
     """
+    if engine is not None and model is not None:
+        raise FedcontextError("give an engine or a model, not both: an engine already has its model")
     if data is not None and not isinstance(data, FederatedData):
         raise FedcontextError(f"data must be FederatedData, such as federate() makes, got {type(data).__name__}")
     data = data or load_dataset(experiment.dataset, experiment.data_seed)
     own_engine = engine is not None
     engine = engine or _engine(experiment, data, model)
-    beta = smoothness_of(experiment.smoothness, experiment.learning_rate, lambda: measured_smoothness(engine, data))
+    rate = algorithm.local.learning_rate if isinstance(algorithm, Algorithm) else experiment.learning_rate
+    beta = smoothness_of(experiment.smoothness, rate, lambda: measured_smoothness(engine, data))
     algorithm = _algorithm(experiment, algorithm, beta)
     fleet = make_fleet(profile_named(experiment.fleet), data.population, experiment.seed)
     _check_combination(algorithm, engine)
     memory = "differences" in algorithm.rule.needs
+    if memory and experiment.averaging != "mean":
+        warnings.warn(
+            f"averaging has no effect on rule '{algorithm.rule.name}', which uses the plain mean", stacklevel=2
+        )
     coding = coding_for(experiment.gradient_bits, memory, experiment.probes == "cohort")
     beta = algorithm.rule.smoothness or beta  # the bound is reported at the rule's own β
     disturbance = _disturbance(experiment, data, engine, algorithm, model, own_engine)
@@ -141,6 +151,7 @@ def _check_combination(algorithm: Algorithm, engine: Engine) -> None:
 
 def _algorithm(experiment: Experiment, given: Algorithm | AnyRule | None, smoothness: float) -> Algorithm:
     if isinstance(given, Algorithm):
+        _check_overruled(experiment, vars(given.local), f"Algorithm '{given.name}'")
         return given
     if given is not None and not isinstance(given, AnyRule):
         raise FedcontextError(f"algorithm must be a name, an Algorithm or a rule such as mean(), got {given!r}")
@@ -157,10 +168,23 @@ def _algorithm(experiment: Experiment, given: Algorithm | AnyRule | None, smooth
     if given is None:
         algorithm = algorithm_named(experiment.algorithm, hyperparameters)
     else:
+        _check_overruled(
+            experiment, {name: getattr(experiment, name) for name in USED_WITH_RULES}, f"rule '{given.name}'"
+        )
         local = sgd(experiment.learning_rate, experiment.batch_size)
         algorithm = with_server_rate(Algorithm(given.name, local, given), hyperparameters)
     extra = {name: getattr(experiment, name) for name in ("momentum", "weight_decay", "clip")}
     return replace(algorithm, local=replace(algorithm.local, **extra))
+
+
+def _check_overruled(experiment: Experiment, used: Mapping[str, Any], by: str) -> None:
+    """Raise an error for a setting of an algorithm that has no effect beside the object given in its place."""
+    usual = Experiment(experiment.dataset)
+    for name in (*vars(sgd(1.0)), "server_learning_rate", "server_momentum", "averaging", "liars"):
+        value = getattr(experiment, name)
+        if value not in (getattr(usual, name), used.get(name)):
+            own = f"has {used[name]}" if name in used else "does not use it"
+            raise FedcontextError(f"{name} is {value} in the settings, but the {by} given {own}: leave the setting out")
 
 
 def simulate(
@@ -189,6 +213,8 @@ def simulate(
         raise FedcontextError("give an Experiment or settings, not both")
     if data is not None:
         settings.setdefault("dataset", data.name)
+    if model is not None and not isinstance(model, str) and settings.get("engine", "auto") not in ("auto", "torch"):
+        raise FedcontextError(f"engine '{settings['engine']}' cannot train a PyTorch module; use engine 'torch'")
     objects = {name: None if isinstance(value, str) else value for name, value in named.items()}
     return prepare(experiment or experiment_from(settings), data=data, **objects).run()
 

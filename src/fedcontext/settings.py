@@ -39,7 +39,7 @@ class Check:
         except TooLarge as limit:
             raise FedcontextError(f"{name} must be at most {limit}, got {shown(value)}") from None
         except (TypeError, ValueError, OverflowError):
-            hint = suggestion(value, self.names) if isinstance(value, str) else ""
+            hint = suggestion(value, self.names)
             raise FedcontextError(f"{name} must be {self.accepts}, got {shown(value)}{hint}") from None
 
     @property
