@@ -15,10 +15,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from safetensors.numpy import load_file
 
 import fedcontext as fc
 from fedcontext import checkpoint, runner, storage
-from fedcontext.arrays.tree import leaves
+from fedcontext.arrays.tree import leaves, to_numpy
+from fedcontext.model_file import save_params
 
 shapes = st.sampled_from([(), (3,), (2, 2), (0,)])
 leaf = arrays(st.sampled_from([np.float32, np.float64, np.int64]), shapes)
@@ -92,8 +94,28 @@ def test_memory_with_names_that_look_alike_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_leaf_that_numpy_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(fc.FedcontextError, match=r"leaf 'w' must have a NumPy dtype .* got torch.bfloat16"):
-        checkpoint.save(tmp_path / "run", {"w": torch.zeros(2, dtype=torch.bfloat16)}, None, {})
+    with pytest.raises(fc.FedcontextError, match=r"leaf 'w' must be real numbers to be saved, got torch\.complex64"):
+        checkpoint.save(tmp_path / "run", {"w": torch.zeros(2, dtype=torch.complex64)}, None, {})
+    with pytest.raises(fc.FedcontextError, match=r"leaf 'w' has a dtype that NumPy does not have: torch\.float8_e5m2"):
+        checkpoint.save(tmp_path / "run", {"w": torch.zeros(2, dtype=torch.float8_e5m2)}, None, {})
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_bfloat16_comes_back_to_the_bit(tmp_path: Path, library: str) -> None:
+    numbers = np.random.default_rng(0).standard_normal(50)
+    if library == "torch":
+        params = {"w": torch.from_numpy(numbers).bfloat16()}
+    else:
+        params = {"w": pytest.importorskip("jax").numpy.asarray(numbers, "bfloat16")}
+    checkpoint.save(tmp_path / "run", params, {"m": params["w"]}, {})
+    saved = checkpoint.load(tmp_path / "run", params)
+    for found in (saved.params["w"], saved.rule["m"]):
+        assert (type(found), found.dtype) == (type(params["w"]), params["w"].dtype)
+        assert bool((found == params["w"]).all())
+    for suffix in (".npz", ".safetensors"):
+        save_params(tmp_path / f"model{suffix}", params)
+        load = np.load if suffix == ".npz" else load_file
+        np.testing.assert_array_equal(load(tmp_path / f"model{suffix}")["w"], to_numpy(params["w"]))
 
 
 def test_what_a_killed_writer_left_is_overwritten(tmp_path: Path) -> None:

@@ -17,7 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from fedcontext.arrays.tree import Array, Structure, all_finite, framework, kind_of, leaf_name, leaves, rebuild
+from fedcontext.arrays.tree import (
+    Array,
+    Structure,
+    all_finite,
+    framework,
+    kind_of,
+    leaf_name,
+    leaves,
+    rebuild,
+    to_numpy,
+)
 from fedcontext.errors import FedcontextError, require, shortened, shown
 from fedcontext.records import versions
 from fedcontext.storage import check_target, replacing, sync
@@ -61,9 +71,9 @@ def save(path: Path, params: Structure, rule: Any, facts: Mapping[str, Any], aft
     >>> saved.params, saved.rule, saved.facts
     ({'w': array([1., 1.])}, (3, array([0.])), {'number': 7})
     """
-    _check_finite(path, params)
     check_target(previous(path))
     tensors = {f"{PARAMS}{name}": _to_numpy(name, leaf) for name, leaf in leaves(params).items()}
+    _check_finite(path, params)
     content = {"schema": SCHEMA, "versions": versions(), "facts": dict(facts), "rule": _pack(rule, tensors)}
     if after is not None:
         sync(after)
@@ -183,7 +193,7 @@ def _pack(value: Any, tensors: dict[str, Any]) -> Any:
     if hasattr(value, "shape"):
         name = f"{RULE}{len(tensors)}"
         tensors[name] = _to_numpy(name, value)
-        return {"tensor": name}
+        return {"bfloat16" if _is_bfloat16(value) else "tensor": name}
     raise FedcontextError(
         "a rule's state must consist of numbers, strings, NumPy arrays, lists, tuples and dicts to be saved, "
         f"got {type(value).__name__}"
@@ -197,8 +207,8 @@ def _unpack(value: Any, tensors: Mapping[str, Any], like: Array) -> Any:
     ((kind, content),) = value.items()
     if kind == "array":
         return tensors[content]
-    if kind == "tensor":
-        return _in_framework(tensors[content], like)
+    if kind in ("tensor", "bfloat16"):
+        return _in_framework(tensors[content], like, kind == "bfloat16")
     if kind == "dict":
         return {key: _unpack(child, tensors, like) for key, child in content.items()}
     if kind == "by number":
@@ -208,34 +218,37 @@ def _unpack(value: Any, tensors: Mapping[str, Any], like: Array) -> Any:
 
 
 def _to_numpy(name: str, leaf: Array) -> Any:
-    try:
-        host = leaf.detach().cpu().numpy() if framework(leaf, name).name == "PyTorch" else np.asarray(leaf)
-    except TypeError:
-        host = None
-    if host is None or host.dtype.kind not in "biuf":
-        raise FedcontextError(f"{leaf_name(name)} must have a NumPy dtype to be saved, got {leaf.dtype}")
-    return np.ascontiguousarray(host).reshape(host.shape)
+    host = to_numpy(leaf, name)
+    if host.dtype.kind not in "biuf":
+        raise FedcontextError(f"{leaf_name(name)} must be real numbers to be saved, got {leaf.dtype}")
+    return host
+
+
+def _is_bfloat16(leaf: Array) -> bool:
+    return str(leaf.dtype).endswith("bfloat16")
 
 
 def _like(path: Path, name: str, leaf: Array, tensors: Mapping[str, Any]) -> Array:
     """Return the saved leaf in the framework and on the device of ``leaf``."""
     saved = tensors.get(f"{PARAMS}{name}")
-    expected = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
+    dtype = "float32" if _is_bfloat16(leaf) else str(leaf.dtype).removeprefix("torch.")
+    expected = f"{dtype} {tuple(leaf.shape)}"
     actual = "nothing" if saved is None else f"{saved.dtype} {saved.shape}"
     if saved is None or actual != expected:
         raise FedcontextError(f"{path}: {leaf_name(name)} must be {expected}, got {actual}")
-    return _in_framework(saved, leaf)
+    return _in_framework(saved, leaf, _is_bfloat16(leaf))
 
 
-def _in_framework(saved: Any, like: Array) -> Array:
-    """Return a NumPy array in the framework and on the device of ``like``."""
+def _in_framework(saved: Any, like: Array, bfloat16: bool) -> Array:
+    """Return a NumPy array in the framework and on the device of ``like``; bfloat16 was saved as float32."""
     library = framework(like).name
     if library == "PyTorch":
         import torch
 
-        return torch.from_numpy(saved.copy()).to(like.device)
+        tensor = torch.from_numpy(saved.copy()).to(like.device)
+        return tensor.bfloat16() if bfloat16 else tensor
     if library == "JAX":
         import jax
 
-        return jax.device_put(saved, like.sharding)
+        return jax.device_put(saved.astype(jax.numpy.bfloat16) if bfloat16 else saved, like.sharding)
     return saved

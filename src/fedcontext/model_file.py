@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedcontext.arrays.tree import Structure, leaves
+from fedcontext.arrays.tree import Structure, leaves, to_numpy
 from fedcontext.errors import FedcontextError
 from fedcontext.storage import check_target, replacing
 from fedcontext.tensor_file import write_tensors
@@ -19,6 +19,8 @@ from fedcontext.tensor_file import write_tensors
 def save_params(path: Path, params: Structure) -> None:
     """Write params to a .npz or .safetensors file by leaf name, atomically; a single array is called "params".
 
+    Entries of bfloat16 become float32, which has all of them.
+
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "model.npz"
     >>> save_params(path, {"layer": {"weight": np.ones(2)}})
@@ -26,7 +28,7 @@ def save_params(path: Path, params: Structure) -> None:
     {'layer/weight': array([1., 1.])}
     """
     check_format(path)
-    arrays = {name or "params": _to_numpy(leaf) for name, leaf in leaves(params).items()}
+    arrays = {name or "params": to_numpy(leaf, name) for name, leaf in leaves(params).items()}
     with replacing(path) as temporary:
         if path.suffix == ".npz":
             _write_npz(temporary, arrays)
@@ -53,8 +55,3 @@ def _write_npz(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, array, allow_pickle=False)
-
-
-def _to_numpy(leaf: Any) -> npt.NDArray[Any]:
-    array = np.asarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf)
-    return np.ascontiguousarray(array).reshape(array.shape)  # which would otherwise lose a shape of ()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fedcontext.arrays.tree import SCRATCH, Array, FloatArray, Leaves, blocks, framework, size_of
+from fedcontext.arrays.tree import SCRATCH, Array, FloatArray, Leaves, blocks, framework, size_of, to_numpy
 from fedcontext.defences import Screened
 from fedcontext.errors import FedcontextError
 from fedcontext.geometry import Vectors
@@ -148,7 +148,7 @@ def by_coordinate(
     """
     used = [(row, factor) for row, factor in zip(rows, factors, strict=True) if factor]
     parts = [
-        combine(np.stack([factor * _to_numpy(row[name].reshape(-1)[start:stop]) for row, factor in used]))
+        combine(np.stack([factor * _float64(row[name].reshape(-1)[start:stop]) for row, factor in used]))
         for name in names
         for start, stop in blocks(size_of(rows[0][name]), len(rows), scratch)
     ]
@@ -166,7 +166,7 @@ def flat(leaves: Leaves, names: Sequence[str]) -> FloatArray:
     >>> flat({"w": np.ones((2, 1)), "b": np.zeros(1)}, ["w", "b"])
     array([1., 1., 0.])
     """
-    return np.concatenate([_to_numpy(leaves[name]).ravel() for name in names])
+    return np.concatenate([_float64(leaves[name]).ravel() for name in names])
 
 
 def unflat(vector: FloatArray, like: Leaves, names: Sequence[str]) -> Leaves:
@@ -182,8 +182,8 @@ def unflat(vector: FloatArray, like: Leaves, names: Sequence[str]) -> Leaves:
     }
 
 
-def _to_numpy(leaf: Array) -> FloatArray:
-    return np.asarray(leaf.detach().double().cpu().numpy() if hasattr(leaf, "detach") else leaf, np.float64)
+def _float64(leaf: Array) -> FloatArray:
+    return to_numpy(leaf).astype(np.float64, copy=False)
 
 
 def _like(values: FloatArray, leaf: Array) -> Array:

@@ -1,14 +1,14 @@
 """Models as trees of arrays, and the `Framework` that computes with the arrays of one library.
 
 A model is an array, or nested lists, tuples and mappings of arrays. `leaves` returns its arrays by name, `rebuild` is
-the inverse, `map_leaves` applies a function to each array.
+the inverse.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol, TypeAlias
 
@@ -78,19 +78,6 @@ def rebuild(like: Structure, values: Mapping[str, Any]) -> Structure:
         return values[name]
 
     return build(like, "")
-
-
-def map_leaves(function: Callable[..., Any], *structures: Structure) -> Structure:
-    """Return ``function(leaf, ...)`` for each leaf of structures with the same leaf names, in the first one's structure.
-
-    >>> map_leaves(lambda w, step: w + step, {"w": np.ones(2)}, {"w": np.array([1.0, 2.0])})
-    {'w': array([2., 3.])}
-    """
-    first, *others = [leaves(structure) for structure in structures]
-    for other in others:
-        if other.keys() != first.keys():
-            raise FedcontextError(f"structures must have the same leaves, got {list(first)} and {list(other)}")
-    return rebuild(structures[0], {name: function(leaf, *(o[name] for o in others)) for name, leaf in first.items()})
 
 
 class Framework(Protocol):
@@ -197,6 +184,22 @@ def largest_number(array: Array) -> float:
 @cache
 def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def to_numpy(array: Array, name: str = "") -> npt.NDArray[Any]:
+    """Return an array of any library as a contiguous NumPy array; bfloat16, which NumPy does not have, as float32.
+
+    >>> to_numpy(np.zeros((2, 3)).T).flags.c_contiguous
+    True
+    """
+    host = array.detach().cpu() if hasattr(array, "detach") else array
+    if _dtype_name(array.dtype) == "bfloat16":
+        host = host.float() if hasattr(host, "float") else host.astype(np.float32)
+    try:
+        result = np.asarray(host)
+    except TypeError:
+        raise FedcontextError(f"{leaf_name(name)} has a dtype that NumPy does not have: {array.dtype}") from None
+    return np.ascontiguousarray(result).reshape(result.shape)  # which would otherwise lose a shape of ()
 
 
 def size_of(array: Array) -> int:
