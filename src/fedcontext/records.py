@@ -23,32 +23,44 @@ SCHEMA = 1
 MAX_INTEGER = 2**64  # a larger one in a file is an error
 
 
+def described(default: Any, about: str) -> Any:
+    """Return a dataclass field with a description, which exported tables show; a type as default is called each time."""
+    made = {"default_factory": default} if isinstance(default, type) else {"default": default}
+    return field(**made, metadata={"about": about})
+
+
 @dataclass(frozen=True)
 class RoundRecord:
-    """The metrics of one round; None where a metric was not evaluated or is not defined."""
+    """The metrics of one round; None where a metric was not evaluated or is not defined.
 
-    number: int  # from 1
-    loss: float | None = None  # over all devices' training data, after the round
-    accuracy: float | None = None  # over all devices' test data, after the round
-    devices: list[int] = field(default_factory=list)  # whose updates were applied
-    weights: list[float] = field(default_factory=list)  # of their updates, in the same order
-    promised_change: float | None = None  # the bound on the loss change at these weights
-    measured_change: float | None = None  # the loss change that happened
-    smoothness: float | None = None  # β of the bound
-    curvature: float | None = None  # the β at which the bound would have been exact along the step
-    condition: float | None = None  # of the Gram matrix of the normalised updates
-    seconds: float = 0.0  # simulated, of this round
-    bytes_down: int = 0
-    bytes_up: int = 0
-    excluded: dict[int, str] = field(default_factory=dict)  # device: the reason its update was not applied
-    clipped: dict[int, str] = field(default_factory=dict)  # device: what was used in part
-    lost: bool = False  # too few replies: the model was kept
-    update_norm: float | None = None  # length of the plain mean of the updates
-    step_norm: float | None = None  # length of the step
-    slope: float | None = None  # of the loss along the mean update, by the gradient estimate: negative is downhill
+    A field added here is read back, exported and tracked.
+    """
+
+    number: int = field(metadata={"about": "the round, from 1"})
+    loss: float | None = described(None, "over all devices' training data, after the round")
+    accuracy: float | None = described(None, "over all devices' test data, after the round")
+    devices: list[int] = described(list, "whose updates were applied")
+    weights: list[float] = described(list, "of their updates, in the same order")
+    promised_change: float | None = described(None, "the bound on the loss change at these weights")
+    measured_change: float | None = described(None, "the loss change that happened")
+    smoothness: float | None = described(None, "β of the bound")
+    curvature: float | None = described(None, "the β at which the bound would have been exact along the step")
+    condition: float | None = described(None, "of the Gram matrix of the normalised updates")
+    seconds: float = described(0.0, "simulated, of this round")
+    bytes_down: int = described(0, "sent to devices in this round")
+    bytes_up: int = described(0, "sent by devices in this round")
+    excluded: dict[int, str] = described(dict, "the reason why each excluded device's update was not applied")
+    clipped: dict[int, str] = described(dict, "what was used in part only, by device")
+    lost: bool = described(False, "too few replies, the model was kept")
+    update_norm: float | None = described(None, "length of the plain mean of the updates")
+    step_norm: float | None = described(None, "length of the step")
+    slope: float | None = described(
+        None, "of the loss along the mean update, by the gradient estimate; negative is downhill"
+    )
 
 
 ANNOTATIONS = {each.name: str(each.type) for each in dataclasses.fields(RoundRecord)}
+ABOUT = {each.name: each.metadata["about"] for each in dataclasses.fields(RoundRecord)}
 
 
 def manifest(settings: Settings) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -45,8 +46,7 @@ def test_fewer_rounds_than_asked_for_end_with_the_log(local: Federation, done: i
 
 
 def test_one_process_that_cannot_be_ended_does_not_keep_the_others_running(local: Federation, monkeypatch) -> None:
-    sleepers = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(2)]
-    local._processes += sleepers
+    sleepers = [local.start(f"sleeper{number}", str(shutil.which("sleep")), "60") for number in range(2)]
     stop = Federation.stop
 
     def stuck(self: Federation, process: subprocess.Popen) -> None:

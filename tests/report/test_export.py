@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
+import io
 import json
 from pathlib import Path
 
@@ -20,6 +22,18 @@ def test_one_row_a_round_with_the_documented_columns(runs: Path) -> None:
         (name, record.number, record.loss) for name, record in records
     ]
     assert [len(values) for values in table.values()] == [len(records)] * len(SCHEMA)
+
+
+def test_every_field_of_a_record_is_exported_as_it_was_written(tmp_path: Path) -> None:
+    kinds = {"int": 3, "float": 0.5, "float | None": 0.5, "bool": True, "list[int]": [4], "list[float]": [0.5]}
+    kinds["dict[int, str]"] = {4: "late"}
+    full = {each.name: kinds[each.type] for each in dataclasses.fields(fc.RoundRecord)}
+    fc.write_records(tmp_path / "run.jsonl", {}, [fc.RoundRecord(**full)])
+    assert fc.read_run(tmp_path / "run.jsonl")[1] == [fc.RoundRecord(**full)]
+    table = fc.load_runs(tmp_path)
+    text = {"list[int]": ["4"], "dict[int, str]": '{"4": "late"}'}
+    expected = {each.name: text.get(each.type, full[each.name]) for each in dataclasses.fields(fc.RoundRecord)}
+    assert {name: table[name][0] for name in full} == expected
 
 
 def test_pandas_and_polars_take_the_table_as_it_is(runs: Path) -> None:
@@ -73,11 +87,14 @@ def test_half_a_character_is_replaced(write_run, tmp_path: Path, suffix: str) ->
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("a mistake")])
 def test_a_failed_export_leaves_nothing(runs: Path, tmp_path: Path, monkeypatch, error: Exception) -> None:
-    def fail(table: dict, path: Path) -> None:
-        path.write_text("half a table")
-        raise error
+    class HalfATable:
+        def __init__(self, file: io.TextIOBase) -> None:
+            file.write("half a table")
 
-    monkeypatch.setattr("fedcontext.results.export._write_csv", fail)
+        def writerow(self, row: object) -> None:
+            raise error
+
+    monkeypatch.setattr("csv.writer", HalfATable)
     known = fc.FedcontextError if isinstance(error, OSError) else RuntimeError
     with pytest.raises(known, match=r"runs.csv: cannot be written \(No space left|a mistake"):
         export([runs], tmp_path / "runs.csv")

@@ -10,39 +10,32 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fedcontext.errors import FedcontextError, require
-from fedcontext.results.reader import COSTS, METRICS, Row, Run, read_runs
+from fedcontext.records import ABOUT, ANNOTATIONS
+from fedcontext.results.reader import COSTS, METRICS, NOTES, Row, Run, read_runs
 from fedcontext.storage import replacing
 
 Table: TypeAlias = dict[str, list[Any]]  # columns of equal length
 
-SCHEMA = {
+RUN_COLUMNS = {
     "run": "text: the name of the run file",
     "dataset": "text",
     "algorithm": "text",
     "seed": "integer",
     "settings": "text: all settings of the run as JSON",
-    "number": "integer: the round, from 1",
-    "loss": "number: over all devices' training data, after the round",
-    "accuracy": "number: over all devices' test data, after the round",
-    "promised_change": "number: the bound on the loss change at the round's weights",
-    "measured_change": "number: the loss change that happened",
-    "smoothness": "number: β of the bound",
-    "curvature": "number: the β at which the bound would have been exact along the step",
-    "condition": "number: of the Gram matrix of the normalised updates",
-    "update_norm": "number: length of the plain mean of the updates",
-    "step_norm": "number: length of the step",
-    "slope": "number: of the loss along the mean update, by the gradient estimate; negative is downhill",
-    "seconds": "number: simulated, of this round",
-    "bytes_down": "number: sent to devices in this round",
-    "bytes_up": "number: sent by devices in this round",
-    "seconds_total": "number: simulated, from the start of the run to the end of this round",
-    "bytes_down_total": "number: sent to devices from the start of the run to the end of this round",
-    "bytes_up_total": "number: sent by devices from the start of the run to the end of this round",
-    "devices": "list of text: whose updates were applied",
-    "weights": "list of numbers: of their updates",
-    "excluded": "text: JSON, the reason why each excluded device's update was not applied",
-    "lost": "boolean: too few replies, the model was kept",
 }
+KINDS = {"int": "integer", "bool": "boolean", "list[int]": "list of text", "list[float]": "list of numbers"}
+KINDS |= {"dict[int, str]": "text: JSON", **dict.fromkeys((*METRICS, *COSTS), "number")}
+ORDER = dict.fromkeys(("number", *METRICS, *COSTS, *(f"{name}_total" for name in COSTS), *ABOUT))
+
+
+def _about(column: str) -> str:
+    """Return the type of a column and its description."""
+    if column not in ABOUT:
+        return f"number: {column.removesuffix('_total')} from the start of the run to the end of this round"
+    return f"{KINDS.get(column) or KINDS[ANNOTATIONS[column]]}: {ABOUT[column]}"
+
+
+SCHEMA = {**RUN_COLUMNS, **{column: _about(column) for column in ORDER}}  # every column, its type and what it is
 FORMATS = (".parquet", ".csv")
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet would compute a cell that starts like this
 
@@ -76,7 +69,7 @@ def to_table(runs: Iterable[Run]) -> Table:
         for row in run.rows:
             totals = {name: total + row[name] for name, total in totals.items()}
             cells = {**constant, **row, **{f"{name}_total": total for name, total in totals.items()}}
-            cells |= {"devices": list(map(str, row["devices"])), "excluded": json.dumps(row["excluded"])}
+            cells |= {"devices": list(map(str, row["devices"])), **{name: json.dumps(row[name]) for name in NOTES}}
             for name, value in cells.items():
                 table[name].append(value)
     return table
@@ -109,10 +102,11 @@ def export(paths: Iterable[str | Path], out: Path) -> tuple[int, list[str]]:
 
 def _write_parquet(table: Table, path: Path) -> None:
     pa = require("pyarrow", extra="export")
-    numbers = dict.fromkeys((*METRICS, *COSTS, *(f"{name}_total" for name in COSTS)), pa.float64())
-    lists = {"devices": pa.list_(pa.string()), "weights": pa.list_(pa.float64())}
-    types = {"seed": pa.int64(), "number": pa.int64(), "lost": pa.bool_(), **numbers, **lists}
-    schema = pa.schema([pa.field(n, types.get(n, pa.string()), metadata={"about": SCHEMA[n]}) for n in SCHEMA])
+    types = {"integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_(), "text": pa.string()}
+    types |= {"list of text": pa.list_(pa.string()), "list of numbers": pa.list_(pa.float64())}
+    schema = pa.schema(
+        [pa.field(name, types[about.partition(":")[0]], metadata={"about": about}) for name, about in SCHEMA.items()]
+    )
     require("pyarrow.parquet", extra="export").write_table(pa.table(table, schema=schema), path)
 
 

@@ -15,23 +15,13 @@ from typing import Any, TypeAlias
 
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
-from fedcontext.records import RoundRecord, manifest, parse_manifest, parse_object, read_lines
+from fedcontext.records import ANNOTATIONS, RoundRecord, manifest, parse_manifest, parse_object, read_lines
 
 Row: TypeAlias = dict[str, Any]  # the fields of one round, by the names of `RoundRecord`
 
-METRICS = (
-    "loss",
-    "accuracy",
-    "promised_change",
-    "measured_change",
-    "smoothness",
-    "curvature",
-    "condition",
-    "update_norm",
-    "step_norm",
-    "slope",
-)
-COSTS = ("seconds", "bytes_down", "bytes_up")
+METRICS = tuple(name for name, kind in ANNOTATIONS.items() if kind == "float | None")
+COSTS = tuple(name for name, kind in ANNOTATIONS.items() if kind in ("int", "float") and name != "number")
+NOTES = tuple(name for name, kind in ANNOTATIONS.items() if kind == "dict[int, str]")  # text by device
 MAX_NUMBER = 1e100  # a larger value is an error, and would make every chart of it unreadable
 MAX_TEXT = 200  # characters kept of a name or a reason
 MAX_ROUNDS = 250_000  # used of a file
@@ -120,8 +110,8 @@ def coerce_row(fields: Row, number: int) -> Row:
     devices, weights = (value if isinstance(value := fields.get(key), list) else [] for key in ("devices", "weights"))
     row["devices"] = [device_id(device) for device in devices]
     row["weights"] = [number_or_none(weight) for weight in (weights + [None] * len(devices))[: len(devices)]]
-    excluded = _dict_or_empty(fields.get("excluded"))
-    row["excluded"] = {device_id(device): str(reason)[:MAX_TEXT] for device, reason in excluded.items()}
+    notes = {name: _dict_or_empty(fields.get(name)).items() for name in NOTES}
+    row |= {name: {device_id(device): str(note)[:MAX_TEXT] for device, note in own} for name, own in notes.items()}
     row["lost"] = fields.get("lost") is True
     return row
 
