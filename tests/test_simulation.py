@@ -226,6 +226,8 @@ def test_an_engine_that_cannot_train_the_model_given_is_refused(small_data):
     nn = pytest.importorskip("torch").nn
     with pytest.raises(FedcontextError, match="engine 'numba' cannot train a PyTorch module; use engine 'torch'"):
         fc.simulate(data=small_data, model=nn.Linear(5, 3), engine="numba", rounds=1)
+    with pytest.raises(FedcontextError, match="engine 'ray' cannot train a PyTorch module; use engine 'torch'"):
+        fc.prepare(fc.Experiment("small", engine="ray"), data=small_data, model=nn.Linear(5, 3))
     with pytest.raises(FedcontextError, match="give an engine or a model, not both"):
         fc.simulate(data=small_data, model=nn.Linear(5, 3), engine=SoftmaxReference(small_data), rounds=1)
     assert fc.train(data=small_data, model=nn.Linear(5, 3), engine="torch", algorithm="fedavg", rounds=1).records

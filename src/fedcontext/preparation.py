@@ -91,11 +91,17 @@ def prepare(
 
 def _engine(experiment: Experiment, data: FederatedData, model: Any) -> Engine:
     if model is not None:
+        if experiment.engine not in ("torch", Experiment(experiment.dataset).engine):  # chosen, and not the default
+            raise _wrong_engine(experiment.engine)
         require("torch", extra="torch")
         from fedcontext.engines.torch.engine import TorchEngine
 
         return TorchEngine(data, model, device=experiment.device, seed=experiment.seed)
     return engine_named(experiment.engine, data, EngineOptions(experiment.model, experiment.device, experiment.seed))
+
+
+def _wrong_engine(name: str) -> FedcontextError:
+    return FedcontextError(f"engine '{name}' cannot train a PyTorch module; use engine 'torch'")
 
 
 def _root(experiment: Experiment, data: FederatedData, model: Any) -> Engine:
@@ -214,7 +220,7 @@ def simulate(
     if data is not None:
         settings.setdefault("dataset", data.name)
     if model is not None and not isinstance(model, str) and settings.get("engine", "auto") not in ("auto", "torch"):
-        raise FedcontextError(f"engine '{settings['engine']}' cannot train a PyTorch module; use engine 'torch'")
+        raise _wrong_engine(settings["engine"])
     objects = {name: None if isinstance(value, str) else value for name, value in named.items()}
     return prepare(experiment or experiment_from(settings), data=data, **objects).run()
 
