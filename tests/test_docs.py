@@ -17,6 +17,7 @@ import typer.main
 
 import fedcontext as fc
 from fedcontext.attacks import ATTACKS
+from fedcontext.combination import COMBINATIONS
 from fedcontext.faults import FAULTS
 
 ROOT = Path(__file__).parent.parent
@@ -108,6 +109,11 @@ def test_every_fault_and_attack_is_on_its_page():
     page = (DOCS / "guide" / "faults.md").read_text("utf-8")
     lines = {**FAULTS, **{name: attack.help for name, attack in ATTACKS.items()}}
     assert [name for name, line in lines.items() if f"| `{name}` | {line} |" not in page] == []
+
+
+def test_every_combination_of_gradients_is_on_the_page_of_rules():
+    page = (DOCS / "guide" / "rules.md").read_text("utf-8")
+    assert [how for how, line in COMBINATIONS.items() if f"| `{how}` | {line} |" not in page] == []
 
 
 def test_the_constants_of_the_rule_with_memory_are_described():

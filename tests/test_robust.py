@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fedcontext as fc
+from fedcontext.combination import COMBINATIONS, krum_scores
 from fedcontext.errors import FedcontextError
-from fedcontext.robust import krum_scores
 
 RULES = {
     "krum": fc.krum,
@@ -136,3 +136,80 @@ def test_the_server_of_fltrust_holds_samples_of_its_own(small_data):
 def test_robust_algorithms_learn_where_a_fifth_of_the_devices_scale_their_updates(small_data, algorithm):
     settings = {"rounds": 10, "devices_per_round": 10, "learning_rate": 0.1, "attack": "scaling=0.2", "epochs": 2}
     assert fc.train(data=small_data, algorithm=algorithm, **settings).records[-1].accuracy > 0.7
+
+
+COMBINED = [how for how in COMBINATIONS if how != "mean"]
+
+
+def estimate(gradients, how, **given):
+    """The gradient that a rule sees: with β = 1 and updates along all axes, the step is its opposite."""
+    size = gradients.shape[1]
+    rule = fc.robust_gradients(fc.contextual(smoothness=1), how)
+    return -fc.aggregate(np.zeros(size), list(np.eye(size)), gradients=list(gradients), rule=rule, **given).params
+
+
+def estimate_from_sums(gradients, how, **given):
+    """The same, seen by a rule that works on sums."""
+    rule = fc.SumRule(
+        "descent", lambda sums, state, population: (-sums.mean_gradient, state, {}), frozenset({"gradient"})
+    )
+    rule, size = fc.robust_gradients(rule, how), gradients.shape[1]
+    return -fc.aggregate(np.zeros(size), list(np.eye(size)), gradients=list(gradients), rule=rule, **given).params
+
+
+@pytest.mark.parametrize("how", COMBINATIONS)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_both_kinds_of_rules_combine_gradients_in_the_same_way(how, seed):
+    gradients = np.random.default_rng(seed).standard_normal((9, 4))
+    both = [f(gradients, how, root_gradient=gradients[0]) for f in (estimate, estimate_from_sums)]
+    np.testing.assert_allclose(*both, atol=1e-9)
+
+
+@pytest.mark.parametrize("how", COMBINED)
+@given(case=honest_and_liars(most_liars=2))
+def test_no_minority_of_probes_leads_the_estimate_out_of_the_honest_gradients(how, case):
+    gradients, lying = case
+    honest = gradients[lying:]
+    width = max(np.linalg.norm(a - b) for a in honest for b in honest)
+    found = estimate(gradients, how, root_gradient=honest.mean(axis=0), defences=None)
+    assume(how != "trust" or (gradients[:lying] @ honest.mean(axis=0) <= 0).all())  # trust sees directions alone
+    assert np.linalg.norm(found - honest.mean(axis=0)) <= 3 * width
+
+
+@pytest.mark.parametrize("how", COMBINATIONS)
+def test_equal_gradients_are_their_own_combination(how):
+    gradients = np.tile([1.0, -2.0, 3.0], (7, 1))
+    np.testing.assert_allclose(estimate(gradients, how, root_gradient=gradients[0]), gradients[0])
+
+
+def test_the_median_of_means_needs_only_the_sums_of_its_groups():
+    random = np.random.default_rng(0)
+    gradients = random.standard_normal((10, 3))
+    shifted = gradients.copy()
+    shifted[0::2] += 1
+    shifted[1::2] -= 1  # groups are pairs of neighbours: their sums stay
+    np.testing.assert_allclose(estimate(gradients, "median-of-means"), estimate(shifted, "median-of-means"), atol=1e-12)
+
+
+def test_trust_counts_probes_by_their_cosine_with_the_servers_gradient():
+    gradients = np.array([[2.0, 0.0], [1.0, 1.0], [0.0, 5.0], [-1.0, 0.0]])
+    weights = np.array([1, 0.5**0.5, 0, 0]) / (1 + 0.5**0.5)
+    found = estimate(gradients, "trust", root_gradient=np.array([7.0, 0.0]), defences=None)
+    np.testing.assert_allclose(found, weights @ gradients)
+
+
+def test_robust_gradients_say_what_they_need():
+    with pytest.raises(FedcontextError, match="give root_gradient"):
+        estimate(np.ones((3, 2)), "trust")
+    with pytest.raises(FedcontextError, match="uses no gradients to combine"):
+        fc.robust_gradients(fc.mean(), "median")
+    with pytest.raises(FedcontextError, match="gradients must be one of mean, median"):
+        fc.robust_gradients(fc.contextual(1), "best")
+
+
+@pytest.mark.parametrize("how", COMBINATIONS)
+@pytest.mark.parametrize("algorithm", ["fedavg-contextual", "fedavg-expected", "fedavg-memory"])
+def test_runs_with_robust_gradients_learn(small_data, how, algorithm):
+    settings = {"rounds": 8, "devices_per_round": 6, "learning_rate": 0.1, "smoothness": 3.0, "probes": 8, "pool": 2}
+    run = fc.train(data=small_data, algorithm=algorithm, gradient_averaging=how, **settings)
+    assert run.records[-1].accuracy > 0.6

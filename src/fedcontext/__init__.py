@@ -39,6 +39,7 @@ EXPORTS = {
         "krum",
         "multi_krum",
         "norm_clipping",
+        "robust_gradients",
         "trimmed_mean",
     ],
     "rules": [

@@ -46,6 +46,7 @@ from fedcontext.robust import geometric_median as geometric_median
 from fedcontext.robust import krum as krum
 from fedcontext.robust import multi_krum as multi_krum
 from fedcontext.robust import norm_clipping as norm_clipping
+from fedcontext.robust import robust_gradients as robust_gradients
 from fedcontext.robust import trimmed_mean as trimmed_mean
 from fedcontext.rules import CoordinateRule as CoordinateRule
 from fedcontext.rules import Rule as Rule

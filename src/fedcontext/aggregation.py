@@ -26,6 +26,7 @@ from fedcontext.arrays.tree import (
     rebuild,
     size_of,
 )
+from fedcontext.combination import combined_probes
 from fedcontext.defences import OFF, Defences, Screened, lower_median, screen
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.geometry import Geometry, Name, Report, Structures, Vectors, measure, norms_of, shares
@@ -106,6 +107,7 @@ def aggregate(
     pool: Structures | None = None,
     population: int | None = None,
     steps: Iterable[float] | None = None,
+    root_gradient: Structure | None = None,
     layers: Iterable[str | int] | None = None,
     buffers: Iterable[str | int] = (),
     smoothness: float | None = None,
@@ -123,7 +125,7 @@ def aggregate(
     Args:
         params: the global model: an array, or a list, tuple or mapping of arrays (a ``state_dict`` as it is).
         updates: the devices' updates Δₖ = wₖ - w, each like ``params``; a mapping gives the devices names. Or a whole
-            `Report`, which holds this and the arguments from ``gradient`` to ``steps``.
+            `Report`, which holds this and the arguments from ``gradient`` to ``root_gradient``.
         rule: how to weigh them, such as ``contextual(smoothness=1 / learning_rate)``.
         gradient: one estimate of the global gradient at ``params``; leaves outside the geometry may be missing.
         gradients: instead of it, the probes' gradients, averaged with ``probe_weights`` (equal where None).
@@ -135,6 +137,7 @@ def aggregate(
             the one update of the server's own data.
         population: the total number of devices, where known.
         steps: the number of local SGD steps of each device, for `fednova`.
+        root_gradient: the gradient of samples that the server holds itself, for `robust_gradients` with trust.
         layers: names (or positions) of the leaves that enter the geometry; the weights apply to all leaves.
         buffers: leaves that are averaged instead of weighted, as are all that do not hold floating point.
         smoothness: the β at which the bound on the loss change is reported; the rule's own where None. A rule that works
@@ -159,7 +162,17 @@ def aggregate(
         report = updates
     else:
         report = Report(
-            updates, samples, gradient, gradients, probe_weights, own_gradients, pool, differences, population, steps
+            updates,
+            samples,
+            gradient,
+            gradients,
+            probe_weights,
+            own_gradients,
+            pool,
+            differences,
+            population,
+            steps,
+            root_gradient,
         )
     model = _Model.of(params, layers if isinstance(rule, Rule) else None, buffers)
     defences = OFF if defences is None else defences
@@ -228,6 +241,7 @@ def _apply_weights(
     products = measure(vectors, model.order, "own gradients" in rule.needs, scratch)
     norms = np.sqrt(np.diag(products.gram))
     screened = screen(vectors, norms, model.order, model.rest, defences, scale_free=rule.scale_free, scratch=scratch)
+    screened = combined_probes(screened, vectors, model.order, rule.gradients, sums=False, scratch=scratch)
     geometry, kept = screened.geometry(products, vectors.steps), screened.devices
     if not geometry.finite:
         raise_not_finite(report, model.measured)
@@ -281,6 +295,7 @@ def _apply_sums(
         vector = by_coordinate(rule.combine, vectors.updates, model.order, screened.factors, scratch)
         finite = bool(np.isfinite(vector).all())
     else:
+        screened = combined_probes(screened, vectors, model.order, rule.gradients, sums=True, scratch=scratch)
         sums = sums_of(vectors, model.order, screened)
         finite = sums.finite
     if not finite:
@@ -359,6 +374,7 @@ def _check_needs(rule: AnyRule, report: Report, model: _Model) -> None:
         "gradient": any(x is not None for x in (report.gradient, report.gradients, report.own_gradients)),
         "own gradients": report.own_gradients is not None,
         "root": bool(report.pool),
+        "root gradient": report.root_gradient is not None,
     }
     arguments = {
         "samples": "the number of samples of each device: give samples",
@@ -366,6 +382,7 @@ def _check_needs(rule: AnyRule, report: Report, model: _Model) -> None:
         "gradient": "a gradient: give gradient, gradients or own_gradients",
         "own gradients": "the gradient of each update's device: give own_gradients",
         "root": "the update of the server's own data: give it as pool=[update]",
+        "root gradient": "the gradient of the server's own data: give root_gradient",
     }
     for need, present in given.items():
         if need in rule.needs and not present:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from fedcontext import robust, rules, server, variates
+from fedcontext.combination import Combination
 from fedcontext.errors import FedcontextError, positive, shown, suggestion
 from fedcontext.local_sgd import LocalSGD, proximal, sgd
 from fedcontext.memory import contextual_memory
@@ -25,6 +26,7 @@ class Hyperparameters:
     server_learning_rate: float | None = None  # None is the algorithm's own default
     server_momentum: float = 0.9  # of FedAvgM; β₁ of FedAdam and FedYogi
     averaging: Averaging = "mean"
+    gradients: Combination = "mean"  # how the probes' gradients are combined
     liars: float = 0.3  # share of devices that Krum, multi-Krum and the trimmed mean withstand
 
 
@@ -206,7 +208,14 @@ def algorithm_named(name: str, hyperparameters: Hyperparameters) -> Algorithm:
     if name not in ALGORITHMS:
         hint = suggestion(name, ALGORITHMS)
         raise FedcontextError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {shown(name)}{hint}")
-    return with_server_rate(ALGORITHMS[name](hyperparameters), hyperparameters)
+    return with_server_rate(_with_gradients(ALGORITHMS[name](hyperparameters), hyperparameters), hyperparameters)
+
+
+def _with_gradients(algorithm: Algorithm, h: Hyperparameters) -> Algorithm:
+    """Return an algorithm whose rule combines the probes' gradients as set; one without probes is returned as it is."""
+    if isinstance(algorithm.rule, rules.CoordinateRule) or "gradient" not in algorithm.rule.needs:
+        return algorithm
+    return replace(algorithm, rule=robust.robust_gradients(algorithm.rule, h.gradients))
 
 
 def _server_rate(h: Hyperparameters, default: float) -> float:

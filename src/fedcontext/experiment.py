@@ -14,6 +14,7 @@ from typing import Any, Literal
 from fedcontext.algorithms import ALGORITHMS
 from fedcontext.attacks import ATTACKS
 from fedcontext.codec import IDENTITY, Codec
+from fedcontext.combination import COMBINATIONS, Combination
 from fedcontext.datasets import NAMES
 from fedcontext.defences import Defences
 from fedcontext.engines.base import ENGINES
@@ -103,6 +104,11 @@ class Experiment:
         "mean",
         AVERAGING,
         "Averaging of updates in FedAvg and FedProx: plain mean, or by sample counts; the rule with memory has the mean",
+    )
+    gradient_averaging: Combination = setting(
+        "mean",
+        one_of(COMBINATIONS),
+        "Combination of the probes' gradients; all but mean withstand some lying probes, trust by the server's own samples",
     )
     liars: float = setting(
         0.3,

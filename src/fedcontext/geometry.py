@@ -33,6 +33,7 @@ class Report:
     differences: Structures | None = None  # ∇F_p(w) - ∇F_p(w') of the probes, w' the params of the last round
     population: int | None = None  # total number of devices
     steps: Iterable[float] | None = None  # (K,) local SGD steps of each device
+    root_gradient: Structure | None = None  # the gradient of the server's own samples
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class Vectors:
     differences: list[Leaves]  # one for each probe, or none
     steps: FloatArray | None = None  # (K,)
     names: Names = Names()
+    root_gradient: Sequence[Leaves] = ()  # the server's own, or none
 
     @property
     def probes(self) -> list[Leaves]:
@@ -142,8 +144,8 @@ def measure(
     """
     rows = [*vectors.updates, *vectors.pool]
     names = list(rows[0] if layers is None else layers)
-    products = _products(rows, vectors.probes, names, scratch)
-    between = _products(vectors.own_gradients, vectors.probes, names, scratch) if own else None
+    products = inner_products(rows, vectors.probes, names, scratch)
+    between = inner_products(vectors.own_gradients, vectors.probes, names, scratch) if own else None
     return Products(
         gram=products[:, : len(rows)],
         slopes=products[:, len(rows) :].T if vectors.probes else None,
@@ -159,13 +161,20 @@ def norms_of(rows: Sequence[Leaves], names: Iterable[str], scratch: int = SCRATC
     """
     names, several = list(names), 4  # rows at once: as many as the compiled products read together
     squares = [
-        np.diag(_products(rows[first : first + several], [], names, scratch)) for first in range(0, len(rows), several)
+        np.diag(inner_products(rows[first : first + several], [], names, scratch))
+        for first in range(0, len(rows), several)
     ]
     return np.asarray(np.sqrt(np.concatenate([np.zeros(0), *squares])))
 
 
-def _products(rows: Sequence[Leaves], columns: Sequence[Leaves], names: Sequence[str], scratch: int) -> FloatArray:
-    """Return (K, K + P), the inner products of the rows with the rows and the columns over all leaves."""
+def inner_products(
+    rows: Sequence[Leaves], columns: Sequence[Leaves], names: Sequence[str], scratch: int = SCRATCH
+) -> FloatArray:
+    """Return (K, K + P), the inner products of the rows with the rows and the columns over the leaves ``names``.
+
+    >>> inner_products([{"w": np.array([3.0, 4.0])}], [{"w": np.array([1.0, 0.0])}], ["w"])
+    array([[25.,  3.]])
+    """
     total = np.zeros((len(rows), len(rows) + len(columns)))
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks whether the products are finite
         for name in names:

@@ -80,7 +80,7 @@ def prepare(
     coding = coding_for(experiment.gradient_bits, memory, experiment.probes == "cohort")
     beta = algorithm.rule.smoothness or beta  # the bound is reported at the rule's own β
     disturbance = _disturbance(experiment, data, engine, algorithm, model, own_engine)
-    root = _root(experiment, data, model) if "root" in algorithm.rule.needs else None
+    root = _root(experiment, data, model) if algorithm.rule.needs & {"root", "root gradient"} else None
     simulation = Simulation(experiment, data, engine, algorithm, fleet, beta, coding, disturbance, root)
     plan = simulation.plan(1)
     asked = np.arange(data.population) if algorithm.oracle else plan.probes
@@ -169,6 +169,7 @@ def _algorithm(experiment: Experiment, given: Algorithm | AnyRule | None, smooth
         server_learning_rate=None if experiment.server_learning_rate == "default" else experiment.server_learning_rate,
         server_momentum=experiment.server_momentum,
         averaging=experiment.averaging,
+        gradients=experiment.gradient_averaging,
         liars=experiment.liars,
     )
     if given is None:

@@ -1,20 +1,20 @@
-"""Rules that withstand liars, as baselines. Each takes nothing but the updates; `fltrust` also one from the server's own data.
+"""Rules that withstand liars, as baselines, and robust gradients for the contextual rules.
 
 ``liars`` is the share of devices that may lie; f is that share of the K devices of a round, rounded down.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 
 from fedcontext.arrays.tree import FloatArray
+from fedcontext.combination import Combination, check_combination, distances, geometric_median_weights, krum_scores
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.geometry import Geometry
-from fedcontext.rules import CoordinateRule, Rule, stateless
-
-ITERATIONS = 100  # of the geometric median, at most
+from fedcontext.rules import CoordinateRule, Need, Rule, SumRule, stateless
 
 
 def krum(liars: float = 0.3) -> Rule:
@@ -25,7 +25,7 @@ def krum(liars: float = 0.3) -> Rule:
     array([1., 0., 0., 0.])
     """
     _share(liars)
-    return stateless("krum", lambda geometry: _lowest(krum_scores(_distances(geometry), liars), 1))
+    return stateless("krum", lambda geometry: _lowest(krum_scores(distances(_gram(geometry)), liars), 1))
 
 
 def multi_krum(liars: float = 0.3) -> Rule:
@@ -38,21 +38,10 @@ def multi_krum(liars: float = 0.3) -> Rule:
     _share(liars)
 
     def weigh(geometry: Geometry) -> FloatArray:
-        squares = _distances(geometry)
+        squares = distances(_gram(geometry))
         return _lowest(krum_scores(squares, liars), len(squares) - int(liars * len(squares)))
 
     return stateless("multi-krum", weigh)
-
-
-def krum_scores(squares: FloatArray, liars: float) -> FloatArray:
-    """Return (K,) the sum of the K - f - 2 smallest squared distances of each update to the others.
-
-    >>> krum_scores(np.array([[0.0, 1.0, 9.0], [1.0, 0.0, 4.0], [9.0, 4.0, 0.0]]), liars=0)
-    array([1., 1., 4.])
-    """
-    count = len(squares)
-    nearest = max(count - int(liars * count) - 2, 1)
-    return np.asarray(np.sort(squares, axis=1)[:, 1 : nearest + 1].sum(axis=1))  # the first is the distance to itself
 
 
 def geometric_median(smoothing: float = 1e-6) -> Rule:
@@ -65,20 +54,7 @@ def geometric_median(smoothing: float = 1e-6) -> Rule:
     array([0., 1., 0.])
     """
     least = positive("smoothing", smoothing)
-
-    def weigh(geometry: Geometry) -> FloatArray:
-        gram = _gram(geometry)
-        weights = _lowest(np.sqrt(_distances(geometry)).sum(axis=1), 1)
-        floor = least * (float(np.median(np.sqrt(np.diag(gram)))) or 1.0)
-        for _ in range(ITERATIONS):
-            squares = np.diag(gram) - 2 * gram @ weights + weights @ gram @ weights
-            inverse = 1 / np.maximum(np.sqrt(squares.clip(0)), floor)
-            before, weights = weights, inverse / inverse.sum()
-            if np.abs(weights - before).max() < 1e-9:
-                break
-        return weights
-
-    return stateless("geometric median", weigh)
+    return stateless("geometric median", lambda geometry: geometric_median_weights(_gram(geometry), least))
 
 
 def norm_clipping(limit: float | Literal["median"] = "median") -> Rule:
@@ -142,6 +118,26 @@ def trimmed_mean(liars: float = 0.3) -> CoordinateRule:
     return CoordinateRule("trimmed mean", combine)
 
 
+def robust_gradients(rule: Rule | SumRule, how: Combination) -> Rule | SumRule:
+    """Return a rule whose estimate of the gradient a minority of lying probes cannot lead far.
+
+    ``how`` is "median", "median-of-means", "trimmed-mean" or "trust", which needs ``root_gradient``, the gradient of
+    samples that the server holds itself; "mean" is the rule as it is.
+
+    >>> from fedcontext.rules import contextual
+    >>> robust_gradients(contextual(smoothness=10), "median-of-means").name
+    'contextual, median-of-means'
+    """
+    if not rule.needs & {"gradient", "own gradients"}:
+        raise FedcontextError(
+            f"rule '{rule.name}' uses no gradients to combine; use contextual() or contextual_memory()"
+        )
+    if check_combination(how) == "mean":
+        return rule
+    own: frozenset[Need] = frozenset({"root gradient"} if how == "trust" else ())
+    return replace(rule, name=f"{rule.name}, {how}", needs=rule.needs | own, gradients=how)
+
+
 def _share(liars: float) -> None:
     if not 0 <= liars < 0.5:
         raise FedcontextError(f"liars must be a share from 0 to below 0.5, got {liars!r}")
@@ -150,13 +146,6 @@ def _share(liars: float) -> None:
 def _gram(geometry: Geometry) -> FloatArray:
     count = len(geometry.samples)
     return geometry.gram[:count, :count]
-
-
-def _distances(geometry: Geometry) -> FloatArray:
-    """Return (K, K) the squared distances between updates."""
-    gram = _gram(geometry)
-    squares = np.diag(gram)
-    return np.asarray((squares[:, None] + squares - 2 * gram).clip(0))
 
 
 def _lowest(scores: FloatArray, count: int) -> FloatArray:

@@ -13,12 +13,15 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from fedcontext.arrays.tree import FloatArray, Structure
+from fedcontext.combination import Combination
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.geometry import Geometry, shares
 from fedcontext.sums import Sums
 
 Averaging: TypeAlias = Literal["mean", "samples"]
-Need: TypeAlias = Literal["gradient", "differences", "own gradients", "pool", "root", "samples", "steps"]
+Need: TypeAlias = Literal[
+    "gradient", "differences", "own gradients", "pool", "root", "root gradient", "samples", "steps"
+]
 State: TypeAlias = Any  # numbers, arrays, and lists, tuples and dicts of them; None for a rule without memory
 
 EIGENVALUE_CUT = 1e-13  # eigenvalues of a normalised Gram matrix below this share of the largest count as zero
@@ -43,6 +46,7 @@ class Rule:
     smoothness: float | None = None
     init: Callable[[Structure], State] = _no_state
     scale_free: bool = False
+    gradients: Combination = "mean"  # how the probes' gradients are combined; set by `robust_gradients`
 
     def __post_init__(self) -> None:
         _check_needs(self.name, self.needs)
@@ -62,6 +66,7 @@ class SumRule:
     init: Callable[[Structure], State] = _no_state
     smoothness: None = None
     scale_free: bool = False
+    gradients: Combination = "mean"  # how the probes' gradients are combined; set by `robust_gradients`
 
     def __post_init__(self) -> None:
         _check_needs(self.name, self.needs)

@@ -93,7 +93,7 @@ class Simulation:
             report, lost = self.disturbance.apply(report, self._request(state, present, received))
             missing = {**missing, **lost}
         if report and self.root:
-            report = replace(report, pool={"server": self._root_update(state, plan)})
+            report = self._with_root(report, self.root, state, plan)
         result, unusable = self._aggregate(state, report) if report else (None, {})
         received = replace(received, excluded={**received.excluded, **missing, **unusable})
         after = self._after(state, report, result) if report and result else state
@@ -195,12 +195,13 @@ class Simulation:
             terms = corrections(variates, state.variates, devices.tolist())
         return Work(self.experiment.seed, plan.number, devices, epochs, self.algorithm.local, terms)
 
-    def _root_update(self, state: State, plan: RoundPlan) -> Structure:
-        """Return the server's own update: as many epochs as a device of the round has on average."""
-        assert self.root
+    def _with_root(self, report: Report, root: Engine, state: State, plan: RoundPlan) -> Report:
+        """Return the report with the server's own gradient, or its update after as many epochs as devices on average."""
+        if "root gradient" in self.algorithm.rule.needs:
+            return replace(report, root_gradient=root.gradients(state.params, np.zeros(1, np.int64))[0])
         server, epochs = np.zeros(1, np.int64), np.array([round(float(plan.epochs.mean()))])
         work = Work(self.experiment.seed, plan.number, server, epochs, self.algorithm.local)
-        return self.root.train(state.params, work)[0]
+        return replace(report, pool={"server": root.train(state.params, work)[0]})
 
     def _answers(self, engine: Engine, state: State, number: int, devices: IntArray) -> Answers:
         previous = state.previous if self._uses_differences else None

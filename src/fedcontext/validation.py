@@ -60,7 +60,7 @@ def validate(report: Report, base: Leaves, measured: set[str], strict: bool = Tr
 
     devices, invalid = names_of(report.updates), None if strict else dict[Name, str]()
     probes = names_of(report.gradients, "probe ") or (devices if own_gradients and report.gradient is None else [])
-    samples = _numbers("samples", report.samples, devices, invalid)
+    samples, root = _numbers("samples", report.samples, devices, invalid), report.root_gradient
     weighed = ["the gradient"] if report.gradient is not None else probes
     return Vectors(
         updates=checked(updates, set(base)),
@@ -72,6 +72,7 @@ def validate(report: Report, base: Leaves, measured: set[str], strict: bool = Tr
         differences=checked(differences, measured),
         steps=_numbers("steps", report.steps, devices, invalid, positive=True),
         names=Names(devices, probes, names_of(report.pool, "pool device "), invalid or {}),
+        root_gradient=checked({} if root is None else {"the root gradient": root}, measured),
     )
 
 
