@@ -55,7 +55,7 @@ def test_no_input_makes_a_step_longer_than_its_limits(seed, cohort_probes):
             mean_length = 0.9 * mean_length + 0.1 * length
             reference = max(length, mean_length)
             slack = 1 + 1e-9
-            reach = min(3 * info["trust"] * reference, max(2 * before, length))
+            reach = min(3 * info["trust"] * reference, max(4 * before, length))
             assert np.linalg.norm(step) <= slack * max(reach, length) + 1e-25
             assert np.linalg.norm(step - d) <= slack * (0.1 * length if untried else info["anchor"] * reference) + 1e-25
         assert 0.1 <= info["trust"] <= 20

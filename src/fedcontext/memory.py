@@ -38,7 +38,10 @@ class MemorySettings:
     reach: float = 3.0  # a step is at most reach x trust x R long, R the larger of ‖d‖ and its running mean
     momentum: float = 0.8  # largest multiple of the previous step
     anchor: float = 0.3  # first limit of ‖step - d‖ / R
-    growth: float = 8.0  # factor by which one round's evidence can move that limit
+    growth: float = 16.0  # factor by which one round's evidence can move that limit
+    trust_growth: float = 4.0  # the same for trust
+    stretch: float = 4.0  # a step is at most so many times as long as the last one, or as long as d
+    power: float = 1.25  # of the root mean square of past gradients that divides d and shapes the curvature
     damping: float = 0.3  # share of a direction's curvature that a secant update keeps at least
     smallest: float = 0.01  # added to the root mean square that divides d
     ridge: float = 1e-4  # relative ridge of the quadratic model
@@ -105,13 +108,13 @@ def memory_step(
     prior = memory.gradient + y
     m, error, gain = _gradient_estimate(sums, prior, memory, population, settings)
     v = settings.decay * memory.square + sums.square / sums.probes
-    u = np.sqrt(v / (v.mean() + 1e-300))
+    u = _metric(v, settings.power)
     scale = 1 / (u + settings.smallest)
     vectors = np.stack([d, d * scale, -m, memory.step])
     lengths = np.array([_norm(vector) for vector in vectors])
     unit = vectors / lengths[:, None]
 
-    trust = _followed(memory.trust, 2.0, g, y, memory.step, settings.floor, settings.largest)
+    trust = _followed(memory.trust, settings.trust_growth, g, y, memory.step, settings.floor, settings.largest)
     bend = dot(y, memory.step)  # <y, s>: positive where the loss was convex along the last step
     fit = _curvature_fit(memory, y, u, settings) if bend > 0 else (memory.normal, memory.right, memory.curvature)
     slopes = _along(unit, m)
@@ -125,7 +128,7 @@ def memory_step(
         x = lengths * (np.arange(4) == MEAN)  # no convex model: FedAvg's step
     length = settings.decay * memory.length + (1 - settings.decay) * lengths[MEAN]
     reference = max(lengths[MEAN], length)
-    limit = min(settings.reach * trust * reference, max(2 * lengths[PREVIOUS], lengths[MEAN]))
+    limit = min(settings.reach * trust * reference, max(settings.stretch * lengths[PREVIOUS], lengths[MEAN]))
     anchor = _followed(memory.anchor, settings.growth, g, y, memory.deviation, settings.floor / 2, settings.largest)
     most = anchor * reference
     if not memory.deviation.any():
@@ -163,6 +166,12 @@ def _first_step(sums: Sums, settings: MemorySettings, population: float) -> tupl
         anchor=settings.anchor,
     )
     return d, memory, {"trust": 1.0, "anchor": settings.anchor, "mean": 1.0, "convex": True}
+
+
+def _metric(v: FloatArray, power: float) -> FloatArray:
+    """Return u = v^(power/2), scaled to a root mean square of 1."""
+    u = (v / (v.mean() + 1e-300)) ** (power / 2)
+    return np.asarray(u / np.sqrt((u * u).mean() + 1e-300))
 
 
 def _gradient_estimate(
