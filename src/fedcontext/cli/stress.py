@@ -21,6 +21,7 @@ def stress(
     ] = False,
     out_dir: Annotated[Path, typer.Option("--out", help="Directory for records and results.")] = Path("runs/stress"),
     docs: Annotated[Path | None, typer.Option(help="Also write reliability.md and reliability.json here.")] = None,
+    device: Annotated[str, typer.Option(help="Compute device of the CNN: cpu or cuda.")] = "cpu",
     jobs: Jobs = None,
     quiet: Quiet = False,
 ) -> None:
@@ -34,7 +35,7 @@ def stress(
 
     if quick and docs is not None:
         raise FedcontextError("--quick does not write docs: run without --quick or without --docs")
-    chosen, conditions = select(distinct("tasks", tasks) if tasks else [], quick=quick)
+    chosen, conditions = select(distinct("tasks", tasks) if tasks else [], quick=quick, device=device)
     folder = out_dir / "quick" if quick else out_dir
     with interruptible(folder):
         made = run_all(

@@ -21,8 +21,8 @@ DISTURBED = 2 / 3  # share of the rounds with faults or attacks; the others show
 TOGETHER = "dropout=0.3,nan=0.1,scale=0.1"
 
 TASKS = (
-    Task("synthetic-1-1", "convex", {"dataset": "synthetic-1-1", "rounds": 60, "smoothness": 6.3}, (LEVEL,)),
-    Task("mnist", "convex", {"dataset": "mnist", "rounds": 30, "smoothness": 4.1}, (LEVEL,)),
+    Task("synthetic-1-1", "convex", {"dataset": "synthetic-1-1", "rounds": 30, "smoothness": 6.3}, (LEVEL,)),
+    Task("mnist", "convex", {"dataset": "mnist", "rounds": 20, "smoothness": 4.1}, (LEVEL,)),
     Task(
         "cnn-mnist-30",
         "nonconvex",
@@ -88,7 +88,7 @@ def last_disturbed(task: Task) -> int:
     """Return the last round with faults or attacks.
 
     >>> last_disturbed(TASKS[0])
-    40
+    20
     """
     return round(DISTURBED * task.rounds)
 
@@ -98,8 +98,10 @@ def experiment(task: Task, method: str, condition: Condition, seed: int) -> Expe
     return task.experiment({**METHODS[method], **condition.settings(last_disturbed(task))}, seed)
 
 
-def select(tasks: Sequence[str], *, quick: bool) -> tuple[list[Task], list[Condition]]:
-    """Return tasks by name, all if none is named, and the conditions; the quick ones take seconds.
+def select(tasks: Sequence[str], *, quick: bool, device: str = "") -> tuple[list[Task], list[Condition]]:
+    """Return tasks by name, all if none is named, and the conditions; ``device`` is that of the CNN.
+
+    The quick tasks and conditions take seconds.
 
     >>> tasks, conditions = select(["mnist"], quick=False)
     >>> [task.name for task in tasks], len(conditions)
@@ -108,9 +110,13 @@ def select(tasks: Sequence[str], *, quick: bool) -> tuple[list[Task], list[Condi
     by_name = {task.name: task for task in TASKS}
     if unknown := [name for name in tasks if name not in by_name]:
         raise FedcontextError(f"tasks must be among {', '.join(by_name)}, got {', '.join(unknown)}")
-    chosen = [by_name[name] for name in tasks or by_name]
+    chosen = [_on(device, by_name[name]) for name in tasks or by_name]
     if not quick:
         return chosen, list(CONDITIONS)
     first = chosen[:1] if tasks else [TASKS[0]]
     small = [replace(task, settings={**task.settings, "rounds": 9}) for task in first]
     return small, [each for each in CONDITIONS if each.name in QUICK and each.share in (0.0, 0.2)]
+
+
+def _on(device: str, task: Task) -> Task:
+    return replace(task, settings={**task.settings, "device": device}) if device and "model" in task.settings else task
