@@ -8,7 +8,7 @@ import pytest
 
 from fedcontext.cli import main
 from fedcontext.errors import FedcontextError
-from fedcontext.leaderboard import board, results
+from fedcontext.leaderboard import board, entries, results
 from fedcontext.leaderboard.document import document
 from fedcontext.leaderboard.entries import (
     ENTRANTS,
@@ -116,8 +116,7 @@ def test_tuning_and_test_seeds_are_apart(tmp_path):
 def test_relative_levels_are_shares_of_fedavgs_accuracy_on_the_same_seeds(tmp_path):
     task = Task("relative", "nonconvex", TINY, (0.5, 1.0), relative=True)
     (made,) = board.compete([task], [MEMORY], tmp_path, tuning=(100,), seeds=(0, 1))
-    plain = {"algorithm": "fedavg"}
-    final = [records_of(task.experiment(plain, seed), tmp_path)[-1].accuracy for seed in (0, 1)]
+    final = [records_of(task.experiment(entries.FEDAVG, seed), tmp_path)[-1].accuracy for seed in (0, 1)]
     assert made.levels == pytest.approx([sum(final) / 4, sum(final) / 2], abs=1e-4)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, Literal, TypeAlias
 
+from fedcontext.defences import Defences
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.presets import PRESETS
@@ -59,7 +60,8 @@ class Entrant:
         return [{**self.settings, **dict(zip(self.grid, point, strict=True))} for point in points]
 
 
-FEDAVG = {"algorithm": "fedavg", "averaging": "mean", "server_learning_rate": "default"}  # the plain mean
+OFF = {each.name: 0.0 for each in fields(Defences)}  # baselines run as published: without our defences
+FEDAVG = {"algorithm": "fedavg", "averaging": "mean", "server_learning_rate": "default", **OFF}  # the plain mean
 
 
 def _task(group: str, rate: float, rounds: int, levels: tuple[float, ...], model: str = "", **settings: Any) -> Task:
@@ -88,28 +90,30 @@ TASKS = (
 _AVERAGING = {"averaging": ("mean", "samples"), "server_learning_rate": ("default", 2.0)}
 _ADAPTIVE = {"server_learning_rate": (0.01, 0.03, 0.1, 1.0)}
 _MU = {"mu": (0.01, 0.1, 1.0)}
-_PRINTED = {name: PRESETS["paper"][name] for name in ("algorithm", "smoothness", "probes", "probe_averaging")}
+_PRINTED = {name: PRESETS["paper"][name] for name in ("algorithm", "smoothness", "probes", "probe_averaging", *OFF)}
 ENTRANTS = (
-    Entrant("fedavg", {"algorithm": "fedavg"}, _AVERAGING),
-    Entrant("fedprox", {"algorithm": "fedprox"}, _MU),
-    Entrant("folb", {"algorithm": "folb"}, _MU),
+    Entrant("fedavg", {"algorithm": "fedavg", **OFF}, _AVERAGING),
+    Entrant("fedprox", {"algorithm": "fedprox", **OFF}, _MU),
+    Entrant("folb", {"algorithm": "folb", **OFF}, _MU),
     Entrant(
-        "fedavgm", {"algorithm": "fedavgm"}, {"server_momentum": (0.5, 0.9), "server_learning_rate": ("default", 0.3)}
+        "fedavgm",
+        {"algorithm": "fedavgm", **OFF},
+        {"server_momentum": (0.5, 0.9), "server_learning_rate": ("default", 0.3)},
     ),
-    Entrant("fedadam", {"algorithm": "fedadam"}, _ADAPTIVE),
-    Entrant("fedyogi", {"algorithm": "fedyogi"}, _ADAPTIVE),
-    Entrant("fedadagrad", {"algorithm": "fedadagrad"}, _ADAPTIVE),
-    Entrant("fednova", {"algorithm": "fednova"}, _AVERAGING),
-    Entrant("fedexp", {"algorithm": "fedexp"}, {"server_learning_rate": ("default", 0.5, 2.0)}),
-    Entrant("fedmgda", {"algorithm": "fedmgda"}, {"server_learning_rate": (0.1, 0.3, "default", 3.0)}),
-    Entrant("scaffold", {"algorithm": "scaffold"}, {"server_learning_rate": ("default", 0.5, 2.0)}),
-    Entrant("feddyn", {"algorithm": "feddyn"}, _MU),
+    Entrant("fedadam", {"algorithm": "fedadam", **OFF}, _ADAPTIVE),
+    Entrant("fedyogi", {"algorithm": "fedyogi", **OFF}, _ADAPTIVE),
+    Entrant("fedadagrad", {"algorithm": "fedadagrad", **OFF}, _ADAPTIVE),
+    Entrant("fednova", {"algorithm": "fednova", **OFF}, _AVERAGING),
+    Entrant("fedexp", {"algorithm": "fedexp", **OFF}, {"server_learning_rate": ("default", 0.5, 2.0)}),
+    Entrant("fedmgda", {"algorithm": "fedmgda", **OFF}, {"server_learning_rate": (0.1, 0.3, "default", 3.0)}),
+    Entrant("scaffold", {"algorithm": "scaffold", **OFF}, {"server_learning_rate": ("default", 0.5, 2.0)}),
+    Entrant("feddyn", {"algorithm": "feddyn", **OFF}, _MU),
     Entrant("contextual", _PRINTED),
     Entrant("contextual-measured", {**_PRINTED, "smoothness": "measured", "probe_averaging": "samples"}),
     Entrant("memory", {"algorithm": "fedavg-memory", "probes": 20}, kind="ours"),
     Entrant("memory-cohort", {"algorithm": "fedavg-memory", "probes": "cohort"}, kind="ours"),
-    Entrant("fedavg-30", {"algorithm": "fedavg", "devices_per_round": 30}, _AVERAGING, "30 devices"),
-    Entrant("fedadam-30", {"algorithm": "fedadam", "devices_per_round": 30}, _ADAPTIVE, "30 devices"),
+    Entrant("fedavg-30", {"algorithm": "fedavg", "devices_per_round": 30, **OFF}, _AVERAGING, "30 devices"),
+    Entrant("fedadam-30", {"algorithm": "fedadam", "devices_per_round": 30, **OFF}, _ADAPTIVE, "30 devices"),
     Entrant("oracle-span", {"algorithm": "oracle-span"}, kind="oracle"),
     Entrant("oracle-memory", {"algorithm": "oracle-memory", "probes": 20}, kind="oracle"),
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fedcontext.algorithms import Hyperparameters, algorithm_named
 from fedcontext.errors import FedcontextError
-from fedcontext.leaderboard.entries import ENTRANTS, Entrant
+from fedcontext.leaderboard.entries import ENTRANTS, OFF, Entrant
 from fedcontext.leaderboard.results import Ratio, TaskResult, ratios
 
 VECTOR_RULES = ("folb", "fedmgda", "contextual")  # need inner products of single devices' updates
@@ -59,6 +59,7 @@ def command_for(entrant: Entrant) -> str:
     >>> command_for(Entrant("prox", {"algorithm": "fedprox"}, {"mu": (0.1, 1)}))
     'fedcontext tune --algorithm fedprox --grid mu=0.1,1'
     """
-    settings = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in entrant.settings.items())
+    chosen = {name: value for name, value in entrant.settings.items() if name not in OFF}  # defences stay on
+    settings = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in chosen.items())
     grid = " ".join(f"--grid {name}={','.join(map(str, values))}" for name, values in entrant.grid.items())
     return f"fedcontext tune {settings} {grid}" if grid else f"fedcontext run {settings}"
