@@ -60,6 +60,7 @@ EXPORTS = {
     "server": ["ServerOptimizer", "fedadagrad", "fedadam", "fedavgm", "fedyogi"],
     "preparation": ["Trained", "prepare", "simulate", "train"],
     "simulation": ["Simulation", "State"],
+    "streaming": ["Streamed", "StreamedRound"],
     "sums": ["Sums"],
 }
 MODULES = ["presets", "runner"]  # public modules

@@ -311,7 +311,7 @@ def _apply_sums(
         means = {name: base[name] for name in model.averaged}
         new = _combined(means, updates, dict.fromkeys(means, averages), set(), None, scratch)  # may overflow
         moving = {name: base[name] for name in moved}
-        new |= _combined(moving, [moved], dict.fromkeys(moved, np.ones(1)), set(), out, scratch)
+        new |= add_step(moving, moved, out, scratch)
         new |= {name: _written(new[name], None if out is None else out[name]) for name in means}
         return rebuild(model.params, {name: new[name] for name in base})
 
@@ -422,6 +422,15 @@ def _combined(
         for name in safe
     }
     return {name: new[name] if name in safe else _written(unsafe[name], target[name]) for name in base}
+
+
+def add_step(base: Leaves, step: Leaves, out: Leaves | None, scratch: int) -> Leaves:
+    """Return the leaves of params after a step, in ``out`` if given; raise `FedcontextError` if one overflows.
+
+    >>> add_step({"w": np.ones(2, np.float32)}, {"w": np.array([1.0, 2.0], np.float32)}, None, SCRATCH)
+    {'w': array([2., 3.], dtype=float32)}
+    """
+    return _combined(base, [step], dict.fromkeys(step, np.ones(1)), set(), out, scratch)
 
 
 def _checked_sum(name: str, leaf: Array, rows: Sequence[Array], weights: FloatArray, scratch: int) -> Array:

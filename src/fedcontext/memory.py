@@ -14,6 +14,7 @@ deviations lowered the loss (the anchor). Notation: ȳ mean gradient difference,
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,9 +111,9 @@ def memory_step(
     v = settings.decay * memory.square + sums.square / sums.probes
     u = _metric(v, settings.power)
     scale = 1 / (u + settings.smallest)
-    vectors = np.stack([d, d * scale, -m, memory.step])
-    lengths = np.array([_norm(vector) for vector in vectors])
-    unit = vectors / lengths[:, None]
+    unit = np.stack([d, d * scale, -m, memory.step])
+    lengths = np.array([_norm(vector) for vector in unit])
+    unit /= lengths[:, None]
 
     trust = _followed(memory.trust, settings.trust_growth, g, y, memory.step, settings.floor, settings.largest)
     bend = dot(y, memory.step)  # <y, s>: positive where the loss was convex along the last step
@@ -208,7 +209,7 @@ def _curvature_fit(
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return the normal equations of y ≈ k₁ s + k₂ u∘s over past rounds, and their solution with k >= 0."""
     length = _norm(memory.step)
-    z = np.stack([memory.step, u * memory.step]) / length
+    z = [memory.step / length, u * memory.step / length]
     normal = settings.decay * memory.normal + _gram(z, z)
     right = settings.decay * memory.right + _along(z, y) / length
     k = np.linalg.solve(normal + 1e-9 * np.trace(normal) * np.eye(2), right)
@@ -225,7 +226,7 @@ def _hessian(
 
     The curvature along -m is at least ‖y‖²/<y, s>, for it is usually larger along the gradient than along the step.
     """
-    h = k[0] * _gram(unit, unit) + k[1] * _gram(unit * u, unit)
+    h = k[0] * _gram(unit, unit) + k[1] * _gram((row * u for row in unit), unit)
     image, own, secant = h[:, PREVIOUS], h[PREVIOUS, PREVIOUS], _along(unit, y) / length
     if secant[PREVIOUS] < settings.damping * own:
         share = (1 - settings.damping) * own / (own - secant[PREVIOUS])
@@ -251,7 +252,8 @@ def _half_left_out(
     """
     assert sums.product is not None
     q, fresh = sums.probes, sums.mean_gradient - prior
-    own = sums.product / q - prior * sums.mean_update  # mean of (gₖ - prior) Δₖ
+    own = sums.product / q  # becomes the mean of (gₖ - prior) Δₖ; in place, for it is as long as the model
+    own -= prior * sums.mean_update
     result = slopes.copy()
     for row, total in ((MEAN, own.sum()), (SCALED, dot(own, scale))):
         left_out = (q * dot(unit[row], fresh) - total / lengths[row]) / max(q - 1, 1)
@@ -301,11 +303,11 @@ def minimise_in_box(h: FloatArray, b: FloatArray, low: FloatArray, high: FloatAr
     return best
 
 
-def _along(rows: FloatArray, vector: FloatArray) -> FloatArray:
+def _along(rows: Iterable[FloatArray], vector: FloatArray) -> FloatArray:
     return np.array([dot(row, vector) for row in rows])
 
 
-def _gram(left: FloatArray, right: FloatArray) -> FloatArray:
+def _gram(left: Iterable[FloatArray], right: Iterable[FloatArray]) -> FloatArray:
     return np.array([[dot(row, other) for other in right] for row in left])
 
 

@@ -56,7 +56,7 @@ def validate(report: Report, base: Leaves, measured: set[str], strict: bool = Tr
 
     def checked(structures: Mapping[str, Structure], needed: set[str]) -> list[Leaves]:
         searched = set(base) - measured if strict else set()
-        return [_checked(owner, structure, base, needed, searched) for owner, structure in structures.items()]
+        return [checked_leaves(owner, structure, base, needed, searched) for owner, structure in structures.items()]
 
     devices, invalid = names_of(report.updates), None if strict else dict[Name, str]()
     probes = names_of(report.gradients, "probe ") or (devices if own_gradients and report.gradient is None else [])
@@ -105,7 +105,7 @@ def output_leaves(base: Leaves, updates: Structures, out: Structure) -> Leaves:
     >>> output_leaves({"w": np.zeros(2)}, [{"w": np.ones(2)}], {"w": np.zeros(2)})
     {'w': array([0., 0.])}
     """
-    targets = _checked("out", out, base, set(base), set())
+    targets = checked_leaves("out", out, base, set(base), set())
     for name, leaf in targets.items():
         if not framework(leaf).writable(leaf):
             raise FedcontextError(
@@ -114,6 +114,33 @@ def output_leaves(base: Leaves, updates: Structures, out: Structure) -> Leaves:
     sources = {owner: leaves(update) for owner, update in named("device", updates).items()}
     check_no_overlap(targets, {"params": base, **sources})
     return targets
+
+
+def checked_leaves(owner: str, structure: Structure, base: Leaves, needed: set[str], searched: set[str]) -> Leaves:
+    """Return the leaves of a structure if they have the names, shapes and types of those in ``base``.
+
+    It must have the leaves ``needed``; those in ``searched`` must be finite.
+
+    >>> checked_leaves("device 7", [np.array([np.nan])], {"0": np.zeros(1)}, {"0"}, {"0"})
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: device 7: leaf '0' has NaN or infinite entries
+    """
+    try:
+        own = leaves(structure)
+    except FedcontextError as error:
+        raise FedcontextError(f"{owner}: {error}") from None
+    missing, unknown = needed - own.keys(), own.keys() - base.keys()
+    if missing or unknown:
+        lack = ", ".join(leaf_name(name) for name in base if name in missing)
+        excess = ", ".join(leaf_name(name) for name in own if name in unknown)
+        differences = [f"lacks {lack}"] * bool(lack) + [f"has {excess}, unknown to params"] * bool(excess)
+        raise FedcontextError(f"{owner}: the structure differs from params: it {' and '.join(differences)}")
+    for name, leaf in own.items():
+        _check_like(owner, name, leaf, base[name])
+        if name in searched:
+            _check_finite(owner, name, leaf)
+    return own
 
 
 def select_leaves(what: str, chosen: Iterable[str | int], base: Leaves) -> set[str]:
@@ -160,24 +187,6 @@ def names_of(given: Structures | None, prefix: str = "") -> list[Name]:
     if isinstance(given, Mapping):
         return list(given)
     return [f"{prefix}{row}" if prefix else row for row in range(len(given or ()))]
-
-
-def _checked(owner: str, structure: Structure, base: Leaves, needed: set[str], searched: set[str]) -> Leaves:
-    try:
-        own = leaves(structure)
-    except FedcontextError as error:
-        raise FedcontextError(f"{owner}: {error}") from None
-    missing, unknown = needed - own.keys(), own.keys() - base.keys()
-    if missing or unknown:
-        lack = ", ".join(leaf_name(name) for name in base if name in missing)
-        excess = ", ".join(leaf_name(name) for name in own if name in unknown)
-        differences = [f"lacks {lack}"] * bool(lack) + [f"has {excess}, unknown to params"] * bool(excess)
-        raise FedcontextError(f"{owner}: the structure differs from params: it {' and '.join(differences)}")
-    for name, leaf in own.items():
-        _check_like(owner, name, leaf, base[name])
-        if name in searched:
-            _check_finite(owner, name, leaf)
-    return own
 
 
 def _check_like(owner: str, name: str, leaf: Array, base: Array) -> None:
