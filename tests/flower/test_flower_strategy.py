@@ -37,7 +37,9 @@ APP = numpy_client(task.train, task.gradient, task.evaluate)
 STEADY = numpy_client(lambda p, config, context: task.train(p, {**config, "local-epochs": 1}, context), task.gradient)
 
 
-SIMULATED_ONLY = {"scaffold", "feddyn", "fednova", "oracle-span", "oracle-memory"}  # need state or steps of devices
+SIMULATED_ONLY = {  # need state or steps of devices, or samples on the server
+    *("scaffold", "feddyn", "fednova", "oracle-span", "oracle-memory", "fltrust"),
+}
 IN_FLOWER = [name for name in ALGORITHMS if name not in SIMULATED_ONLY]
 
 
@@ -165,6 +167,15 @@ def test_a_strategy_that_keeps_fedavgs_aggregation_gives_the_rules_model(inner: 
     assert models[0].tobytes() == models[1].tobytes()
 
 
+ROBUST = {
+    "Krum": "krum(liars=0)",
+    "MultiKrum": "multi_krum(liars=0)",
+    "Bulyan": "multi_krum(liars=0)",
+    "FedMedian": "coordinate_median()",
+    "FedTrimmedAvg": "trimmed_mean(liars=0.2)",
+}
+
+
 @pytest.mark.parametrize("kind", OWN_AGGREGATION, ids=lambda kind: kind.__name__)
 def test_a_strategy_with_its_own_aggregation_is_refused(kind: type[FedAvg]) -> None:
     inner = kind(client_learning_rate=0.1) if kind is stock.QFedAvg else kind()
@@ -172,7 +183,24 @@ def test_a_strategy_with_its_own_aggregation_is_refused(kind: type[FedAvg]) -> N
         ContextualStrategy(inner, fc.mean())
     optimizer = kind.__name__.lower() if kind in (stock.FedAdam, stock.FedYogi, stock.FedAdagrad, stock.FedAvgM) else ""
     line = f"FedAvg(...), rule=by_samples(), server={optimizer}())" if optimizer else "FedAvg(...)) instead"
+    line = f"FedAvg(...), rule={ROBUST[kind.__name__]})" if kind.__name__ in ROBUST else line
     assert f"ContextualStrategy({line}" in str(refused.value)
+
+
+@pytest.mark.parametrize("text", [*ROBUST.values(), "geometric_median()", "norm_clipping()"])
+def test_the_robust_rules_run_in_a_strategy(text: str) -> None:
+    rule = eval(f"fc.{text}")
+    strategy = ContextualStrategy(FedAvg(fraction_evaluate=0.0), rule, epochs=(1, 1))
+    start = record_of(task.initial_params(SETTINGS))
+    result = strategy.start(MemoryGrid(APP, range(5), SETTINGS), start, 2)
+    assert not np.allclose(arrays_of(result.arrays)["softmax"], arrays_of(start)["softmax"])
+
+
+@pytest.mark.parametrize("rule", [fc.fltrust(), fc.robust_gradients(fc.contextual(10), "trust")])
+def test_a_rule_that_needs_samples_on_the_server_is_refused(rule: fc.Rule) -> None:
+    strategy = ContextualStrategy(FedAvg(), rule)
+    with pytest.raises(fc.FedcontextError, match="server's own samples, which the strategy does not hold"):
+        strategy.start(MemoryGrid(APP, range(3), SETTINGS), record_of(task.initial_params(SETTINGS)), 1)
 
 
 @pytest.mark.parametrize("optimizer", [server.fedadam(), server.fedavgm()], ids=lambda optimizer: optimizer.name)

@@ -288,6 +288,11 @@ class ContextualStrategy(Strategy):
                 f"{self.server.name} cannot follow rule '{self.rule.name}', which models the step that it takes itself: "
                 f"write ContextualStrategy(FedAvg(...), rule=by_samples(), server={self.server.name}())"
             )
+        if self.rule.needs & {"root", "root gradient"}:
+            raise FedcontextError(
+                f"rule '{self.rule.name}' needs the server's own samples, which the strategy does not hold; "
+                "use another rule, such as contextual_memory() or krum()"
+            )
         return self.rule
 
     def _probes_of(self, rule: AnyRule, cohort: int, connected: int) -> Probes:
@@ -334,6 +339,20 @@ def _no_step() -> None:
     return None
 
 
+def _share(inner: Any) -> str:
+    """Return the share of malicious nodes that one of Flower's strategies is set up for, as an argument."""
+    return f"liars={min(inner.num_malicious_nodes / max(inner.min_train_nodes, 1), 0.49):.2g}"
+
+
+ROBUST: dict[str, Callable[[Any], str]] = {  # our rules in place of the aggregation of Flower's strategies
+    "Krum": lambda inner: f"krum({_share(inner)})",
+    "MultiKrum": lambda inner: f"multi_krum({_share(inner)})",
+    "Bulyan": lambda inner: f"multi_krum({_share(inner)})",
+    "FedMedian": lambda inner: "coordinate_median()",
+    "FedTrimmedAvg": lambda inner: f"trimmed_mean(liars={inner.beta:.2g})",
+}
+
+
 def _checked_inner(inner: Strategy) -> FedAvg:
     """Return ``inner`` if all that the rule replaces is FedAvg's weighted average."""
     if isinstance(inner, FedAvg) and type(inner).aggregate_train is FedAvg.aggregate_train:
@@ -344,8 +363,11 @@ def _checked_inner(inner: Strategy) -> FedAvg:
             "inner is already a ContextualStrategy, as FedAvg of fedcontext.flower is; "
             "wrap Flower's own: from flwr.serverapp.strategy import FedAvg"
         )
-    advice = f", rule=by_samples(), server={optimizer}()" if hasattr(optimizers, optimizer) else ""
-    source = f", with {optimizer} from fedcontext.server" if advice else "; no rule can be combined with it"
+    advice, source = "", "; no rule can be combined with it"
+    if hasattr(optimizers, optimizer):
+        advice, source = f", rule=by_samples(), server={optimizer}()", f", with {optimizer} from fedcontext.server"
+    elif make := ROBUST.get(type(inner).__name__):
+        advice, source = f", rule={make(inner)}", ", with this rule from fedcontext"
     raise FedcontextError(
         f"{type(inner).__name__} cannot be wrapped: the rule replaces aggregate_train, so its "
         f"{'clipping and noise' if wraps else 'own aggregation'} would have no effect. Write "
