@@ -406,3 +406,11 @@ def test_a_function_that_returns_no_rule_is_named() -> None:
     made = ContextualStrategy(FedAvg(), rule=lambda config: "banana")
     with pytest.raises(fc.FedcontextError, match="the function given as rule must return a rule, got 'banana'"):
         made.start(MemoryGrid(APP, range(3)), record_of(START), 1)
+
+
+@pytest.mark.parametrize("rule", [fc.fltrust(), fc.fednova()])
+def test_a_rule_that_clients_cannot_serve_is_refused_before_the_first_round(rule: fc.Rule) -> None:
+    grid = MemoryGrid(APP, range(3))
+    with pytest.raises(fc.FedcontextError, match=f"rule '{rule.name}' needs .*, which clients do not send"):
+        ContextualStrategy(FedAvg(), rule=rule).start(grid, record_of(START), 1)
+    assert not grid.sent

@@ -35,6 +35,7 @@ from fedcontext.settings import integer
 log = logging.getLogger("flwr")
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 DEFAULT_PROBES = 20
+SIMULATED_ONLY = {"root": "an update of the server's own data", "steps": "the number of local steps"}
 
 
 class ContextualStrategy(Strategy):
@@ -283,6 +284,10 @@ class ContextualStrategy(Strategy):
             self.rule = self.rule(config)
         if not isinstance(self.rule, AnyRule):
             raise FedcontextError(f"the function given as rule must return a rule, got {shown(self.rule)}")
+        if missing := [about for need, about in SIMULATED_ONLY.items() if need in self.rule.needs]:
+            raise FedcontextError(
+                f"rule '{self.rule.name}' needs {missing[0]}, which clients do not send: it is for simulations and aggregate"
+            )
         if self.server is not None and "differences" in self.rule.needs:
             raise FedcontextError(
                 f"{self.server.name} cannot follow rule '{self.rule.name}', which models the step that it takes itself: "
