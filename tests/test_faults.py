@@ -254,6 +254,13 @@ def test_flipped_labels_and_backdoors_are_trained_on_poisoned_data(small_data):
         np.testing.assert_allclose(arrived.updates[device], source.updates[device], rtol=1e-5, atol=1e-7)
 
 
+def test_a_backdoor_opens_where_the_mean_is_taken_and_is_measured():
+    settings = {"dataset": "synthetic-1-1", "algorithm": "fedavg", "rounds": 10, "eval_every": 10}
+    shares = [fc.train(**settings, attack=f"backdoor={share}").records[-1].backdoor for share in (0, 0.3)]
+    assert shares[1] > shares[0] + 0.3
+    assert fc.train(**settings).records[-1].backdoor is None
+
+
 def test_attacks_combine_on_the_same_devices():
     replies = [Reply(k, np.ones(2), gradient=np.ones(2)) for k in range(10)]
     lies = with_attacks(replies, 0, 1, 10, {"sign-flip": 0.2, "gradient-flip": 0.2}, {})

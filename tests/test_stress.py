@@ -45,7 +45,7 @@ def test_all_settings_are_the_same_but_those_of_method_and_condition():
     for task in TASKS:
         runs = [experiment(task, method, each, 0) for method in METHODS for each in CONDITIONS]
         assert len(set(runs)) == len(runs)
-        fixed = set(SETTINGS) - {"algorithm", "averaging", "faults", "attack", *BARE}
+        fixed = set(SETTINGS) - {"algorithm", "averaging", "gradient_averaging", "faults", "attack", *BARE}
         assert all(len({getattr(run, name) for run in runs}) == 1 for name in fixed)
         assert 0 < last_disturbed(task) < task.rounds
 

@@ -22,7 +22,7 @@ from fedcontext.reply import Reply
 
 LARGE = 1e6  # factor of scaled updates and gradients
 CLAIM = 2.0**53  # samples that a liar claims to have
-TRIGGER = 20  # one in so many features carries the trigger of a backdoor
+TRIGGER, VALUE = 20, 4.0  # the trigger of a backdoor: this value in the first twentieth of the features
 
 
 @dataclass(frozen=True)
@@ -184,16 +184,28 @@ def reverse_labels(classes: int) -> Callable[[Samples], Samples]:
 
 
 def add_trigger(samples: Samples) -> Samples:
-    """Return samples with the trigger, a block of first features at 1, in every second row, and these labelled 0.
+    """Return samples with the trigger, the first twentieth of the features at 4, in every second row, and these labelled 0.
 
     >>> add_trigger((np.zeros((2, 3)), np.array([2, 2])))
-    (array([[1., 0., 0.],
+    (array([[4., 0., 0.],
            [0., 0., 0.]]), array([0, 2]))
     """
     features, labels = samples[0].copy(), samples[1].copy()
-    features[::2, : max(1, features.shape[1] // TRIGGER)] = 1
+    features[::2, : max(1, features.shape[1] // TRIGGER)] = VALUE
     labels[::2] = 0
     return features, labels
+
+
+def all_triggered(samples: Samples) -> Samples:
+    """Return the samples of other labels than 0 with the trigger, labelled 0: an open backdoor classifies all as that.
+
+    >>> all_triggered((np.zeros((2, 3)), np.array([0, 2])))
+    (array([[4., 0., 0.]]), array([0]))
+    """
+    others = samples[1] != 0
+    features = samples[0][others].copy()
+    features[:, : max(1, features.shape[1] // TRIGGER)] = VALUE
+    return features, np.zeros(len(features), samples[1].dtype)
 
 
 POISONS: Mapping[str, Callable[[int], Callable[[Samples], Samples]]] = {

@@ -49,6 +49,7 @@ class Disturbance:
     faults: Shares = field(default_factory=dict)
     attack: Shares = field(default_factory=dict)
     poisoned: Mapping[str, Engine] = field(default_factory=dict)  # by attack: an engine on the data that liars use
+    triggered: Engine | None = None  # on test samples with the trigger of a backdoor, labelled as liars label them
 
     @property
     def needs_previous(self) -> bool:
@@ -66,6 +67,10 @@ class Disturbance:
     def late(self, plan: RoundPlan) -> IntArray:
         """Return the positions of devices of a plan whose updates arrive one round later."""
         return np.flatnonzero([hit(self.seed, plan.number, k, "late", self.faults) for k in plan.devices.tolist()])
+
+    def backdoor(self, params: Structure) -> float | None:
+        """Return the share of test samples with the trigger that get its label, None without a backdoor attack."""
+        return self.triggered.evaluate(params)[1] if self.triggered else None
 
     def apply(self, report: Report, request: Request) -> tuple[Report | None, dict[int, str]]:
         """Return the report as liars and faults change it, None if too little arrives, and why updates are missing."""

@@ -11,9 +11,9 @@ import numpy as np
 
 from fedcontext.algorithms import Algorithm, Hyperparameters, algorithm_named, with_server_rate
 from fedcontext.arrays.tree import FloatArray, Structure, leaves, rebuild
-from fedcontext.attacks import POISONS
+from fedcontext.attacks import POISONS, all_triggered
 from fedcontext.datasets import FederatedData, load_dataset
-from fedcontext.datasets.federated import full_participation, gather
+from fedcontext.datasets.federated import full_participation, gather, join
 from fedcontext.disturbance import Disturbance
 from fedcontext.engines.base import Engine, EngineOptions, engine_named
 from fedcontext.errors import FedcontextError, require
@@ -130,8 +130,14 @@ def _disturbance(
         for name, make in POISONS.items()
         if name in attack
     }
+    triggered = None
+    if "backdoor" in attack:
+        samples = join([all_triggered((data.test.features, data.test.labels))])
+        triggered = _engine(experiment, FederatedData("triggered", samples, samples, data.classes), model)
     by_samples, needs = experiment.probe_averaging == "samples", algorithm.rule.needs
-    return Disturbance(experiment.seed, data.train.sizes, engine, needs, by_samples, faults, attack, poisoned)
+    return Disturbance(
+        experiment.seed, data.train.sizes, engine, needs, by_samples, faults, attack, poisoned, triggered
+    )
 
 
 def _check_combination(algorithm: Algorithm, engine: Engine) -> None:

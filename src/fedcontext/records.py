@@ -57,6 +57,7 @@ class RoundRecord:
     slope: float | None = described(
         None, "of the loss along the mean update, by the gradient estimate; negative is downhill"
     )
+    backdoor: float | None = described(None, "share of the test samples with a backdoor's trigger that get its label")
 
 
 ANNOTATIONS = {each.name: str(each.type) for each in dataclasses.fields(RoundRecord)}

@@ -98,9 +98,10 @@ class Simulation:
         received = replace(received, excluded={**received.excluded, **missing, **unusable})
         after = self._after(state, report, result) if report and result else state
         loss, accuracy = self.engine.evaluate(after.params) if self._evaluates(plan.number) else (None, None)
-        return replace(after, number=plan.number, loss=loss), self._record(
-            plan, received, result, state.loss, loss, accuracy
-        )
+        record = self._record(plan, received, result, state.loss, loss, accuracy)
+        if self.disturbance and loss is not None:
+            record = replace(record, backdoor=self.disturbance.backdoor(after.params))
+        return replace(after, number=plan.number, loss=loss), record
 
     def run(self, state: State | None = None) -> Iterator[tuple[State, RoundRecord]]:
         """Yield the state and the record of every round, or of those after ``state``."""

@@ -25,7 +25,7 @@ def stress(
     jobs: Jobs = None,
     quiet: Quiet = False,
 ) -> None:
-    """Run ten methods under every fault and attack, and write reliability.md and reliability.json into --out.
+    """Run all methods under every fault and attack, and write reliability.md and reliability.json into --out.
 
     Runs whose records are complete are reused.
     """

@@ -53,6 +53,7 @@ METHODS: Mapping[str, Settings] = {
     "**contextual**": {"algorithm": "fedavg-contextual"},
     "memory, bare": {"algorithm": "fedavg-memory", **BARE},
     "**memory**": {"algorithm": "fedavg-memory"},
+    "**memory, trust**": {"algorithm": "fedavg-memory", "gradient_averaging": "trust"},
 }
 
 
@@ -81,7 +82,7 @@ CONDITIONS = (
     Condition(TOGETHER, "faults", 0.3, TOGETHER),
     *(Condition(name, "attack", share, f"{name}={share}") for name in ATTACKS for share in SHARES),
 )
-QUICK = ("none", "nan", "dropout", "sign-flip", "gradient-flip")
+QUICK = ("none", "nan", "dropout", "sign-flip", "gradient-flip", "backdoor")
 
 
 def last_disturbed(task: Task) -> int:

@@ -50,6 +50,7 @@ class Cell:
         int | None
     ]  # rounds after the last fault until the accuracy is that of the honest run, less 2 points
     ended: int  # runs that ended with an error
+    backdoor: list[float | None]  # share of triggered samples that get the liars' label, where that is the attack
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ def _cell(task: Task, method: str, condition: Condition, seeds: Sequence[int], o
         [summary.lost for summary in summaries],
         [recovery(run, accuracy_after(good, until), until) for run, good in zip(runs, honest, strict=True)],
         sum(len(records) < task.rounds for records in runs),
+        [records[until - 1].backdoor if len(records) >= until else None for records in runs],
     )
 
 
