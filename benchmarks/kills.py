@@ -24,8 +24,9 @@ from fedcontext.runner import run
 
 DEVICES = 6
 SIMULATED = fc.Experiment("kills", "fedavg-memory", engine="reference", rounds=150, epochs=(1, 2), devices_per_round=3)
-LARGE = fc.Experiment("kills", "fedavg", engine="reference", rounds=8, epochs=(1, 1), devices_per_round=2)
+LARGE = fc.Experiment("kills", "fedavg", engine="reference", rounds=12, epochs=(1, 1), devices_per_round=2)
 PATIENCE = 600  # seconds until a run must have started
+DIFFERENT = "files that differ or are left over"
 
 
 class Drift:
@@ -62,18 +63,45 @@ def start(out: Path, megabytes: float) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, __file__, "--resume", str(out), "--megabytes", str(megabytes)])
 
 
-def kill_once(out: Path, megabytes: float, wait: float) -> bool:
-    """Start a run and kill it ``wait`` seconds after its first round, or after it began a save; return whether in time."""
-    process, until = start(out, megabytes), time.monotonic() + PATIENCE
-    sign = ".*.safetensors.part" if megabytes else "*.lock"
+def kill_once(out: Path, megabytes: float, wait: float, rounds: int) -> bool:
+    """Start a run and kill it ``wait`` seconds after it holds its files; a large run after a save of a later round began.
+
+    Return whether that was in time: before its end, and in a large run inside the save.
+    """
+    left, lines, until = saves(out), count(out), time.monotonic() + PATIENCE
+    process = start(out, megabytes)
+
+    def began() -> bool:
+        return saves(out) > left and count(out) >= lines + rounds if megabytes else holder(out) == process.pid
+
     try:
-        while process.poll() is None and not any(out.glob(sign)) and time.monotonic() < until:
+        while process.poll() is None and not began() and time.monotonic() < until:
             time.sleep(0.0005)
         time.sleep(wait)
     finally:
         process.kill()
-    in_time = process.wait() != 0
-    return in_time and (not megabytes or any(out.glob(sign)))
+    return process.wait() != 0 and (not megabytes or saves(out) > left)
+
+
+def saves(out: Path) -> int:
+    """Return when the save that is under way, or was interrupted, began to write; 0 if there is none."""
+    try:
+        return max((path.stat().st_mtime_ns for path in out.glob(".*.safetensors.part")), default=0)
+    except FileNotFoundError:  # renamed meanwhile
+        return 0
+
+
+def count(out: Path) -> int:
+    """Return the number of rounds in the records, and one."""
+    return sum(path.read_bytes().count(b"\n") for path in out.glob("*.jsonl"))
+
+
+def holder(out: Path) -> int:
+    """Return the process that holds, or held, the files of the run."""
+    try:
+        return max((int(path.read_text() or 0) for path in out.glob("*.lock")), default=0)
+    except FileNotFoundError:
+        return 0
 
 
 def differences(whole: Path, cut: Path) -> list[str]:
@@ -91,15 +119,15 @@ def campaign(folder: Path, kills: int, megabytes: float, longest: float, seed: i
     """Kill runs so many times, each up to ``longest`` seconds after its sign, and compare every finished one."""
     random, whole, cut = np.random.default_rng(seed), folder / "whole", folder / "cut"
     assert start(whole, megabytes).wait() == 0
-    killed, runs, wrong = 0, 0, []
+    killed, runs, wrong, rounds = 0, 0, [], []
     while killed < kills:
-        while killed < kills and kill_once(cut, megabytes, random.uniform(0, longest)):
-            killed += 1
+        while killed < kills and kill_once(cut, megabytes, random.uniform(0, longest), random.integers(1, 6)):
+            killed, rounds = killed + 1, [*rounds, count(cut) - 1]
         assert start(cut, megabytes).wait() == 0
         runs, wrong = runs + 1, wrong + differences(whole, cut)
         shutil.rmtree(cut)
     shutil.rmtree(whole)
-    return {"kills": killed, "runs": runs, "megabytes": megabytes, "files that differ or are left over": wrong}
+    return {"kills": killed, "after rounds": rounds, "runs": runs, "megabytes": megabytes, DIFFERENT: wrong}
 
 
 def main() -> None:

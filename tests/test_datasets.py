@@ -15,6 +15,7 @@ import threading
 import tracemalloc
 import warnings
 import zipfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 
 from fedcontext import datasets
 from fedcontext.datasets import cache, files
-from fedcontext.datasets.federated import FederatedData, gather, join
+from fedcontext.datasets.federated import FederatedData, Split, gather, join
 from fedcontext.datasets.mnist import standardiser, two_digits_per_device
 from fedcontext.datasets.synthetic import synthetic
 from fedcontext.errors import FedcontextError
@@ -527,6 +528,38 @@ def test_the_cache_keeps_few_entries_and_no_scraps(writers):
         load()
     assert len(entries()) == cache.MAX_ENTRIES
     assert all(name.startswith("femnist-") for name in entries())
+
+
+def test_what_a_killed_process_left_in_the_cache_is_removed_and_is_no_entry(writers):
+    for number in range(cache.MAX_ENTRIES):
+        (cache.prepared_folder() / f".femnist-{number}.part").mkdir(parents=True)
+    load()
+    assert [name.partition("-")[0] for name in entries()] == ["femnist"]
+
+
+def test_a_copy_of_the_cache_is_used_if_it_is_the_same(writers, tmp_path, monkeypatch):
+    expected, reads = load(), built_again(monkeypatch)
+    shutil.copytree(tmp_path / "cache", tmp_path / "copy", copy_function=shutil.copy)  # with other times
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "copy"))
+    assert load().digest == expected.digest
+    assert not reads
+    (cache.prepared_folder() / entries()[0] / "summary.json").unlink()
+    with pytest.warns(UserWarning, match=r"damaged cache entry is rebuilt \(summary.json is missing"):
+        assert_same(load(), expected)
+
+
+def test_the_digest_of_data_is_that_of_their_content(writers, monkeypatch, small_data):
+    built, cached = load(), load()
+    monkeypatch.setenv(cache.SWITCH, "0")
+    assert built.digest == cached.digest == load().digest
+    order = np.arange(len(small_data.train.labels))[::-1]
+    features, labels, offsets = small_data.train.features, small_data.train.labels, small_data.train.offsets.copy()
+    offsets[1] += 1
+    others = [Split(features[order], labels, small_data.train.offsets), Split(features, labels, offsets)]
+    digests = {replace(small_data, train=train).digest for train in (small_data.train, *others)}
+    assert len(digests) == 3
+    on_demand = [synthetic(1, 1, devices=200, seed=seed, on_demand=True).digest for seed in (0, 0, 1)]
+    assert on_demand[0] == on_demand[1] != on_demand[2]
 
 
 def test_processes_may_fill_the_cache_at_the_same_time(writers):

@@ -58,11 +58,11 @@ def kills(monkeypatch: pytest.MonkeyPatch):
     sys.modules.pop("kills", None)
 
 
-@pytest.mark.parametrize(("count", "megabytes"), [(5, 0), (3, 4)])
+@pytest.mark.parametrize(("count", "megabytes"), [(5, 0), (3, 12)])
 def test_killed_runs_end_as_if_never_killed_and_leave_no_other_file(
     tmp_path: Path, kills, count: int, megabytes: int
 ) -> None:
-    found = kills.campaign(tmp_path, count, megabytes, longest=0.2 if not megabytes else 0.008, seed=time.time_ns())
+    found = kills.campaign(tmp_path, count, megabytes, longest=0.01 if megabytes else 0.2, seed=time.time_ns())
     assert found["kills"] == count
     assert found["files that differ or are left over"] == []
 

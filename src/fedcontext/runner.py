@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -220,6 +221,8 @@ def run_all(
     With ``run=run_until_error`` a run that diverges does not end the others.
     """
     out = Path(out)
+    if twice := [name for name, count in Counter(each.name for each in experiments).items() if count > 1]:
+        raise FedcontextError(f"experiments must be distinct, as each has its own files, got {twice[0]} twice")
     by_algorithm = {each.algorithm: each for each in experiments}
     by_model = {(each.dataset, each.model): each for each in experiments}
     for experiment in dict.fromkeys((*by_algorithm.values(), *by_model.values())):
@@ -233,7 +236,7 @@ def run_all(
 @contextmanager
 def _held_for(experiments: Sequence[Experiment], out: Path) -> Iterator[None]:
     """Hold the files of all experiments, so that no later run can take those of one that has not started."""
-    files = [RunFiles(out, experiment.name) for experiment in dict.fromkeys(experiments)][:MAX_HELD]
+    files = [RunFiles(out, experiment.name) for experiment in experiments[:MAX_HELD]]
     with ExitStack() as stack:
         for each in files:
             each.check()

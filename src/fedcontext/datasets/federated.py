@@ -78,14 +78,13 @@ class FederatedData:
     train: Split | LazySplit
     test: Split  # of all devices, or of the evaluation devices
     classes: int
-    known_digest: str = ""  # the digest, where it need not be computed
 
     @cached_property
     def digest(self) -> str:
         """A digest of all samples and of who holds them; of the evaluation devices' samples where they are lazy."""
         train, test = self.evaluation_split, self.test
         splits = (array for split in (train, test) for array in (split.features, split.labels, split.offsets))
-        return self.known_digest or _digest([self.train.sizes, *splits])
+        return _digest([self.train.sizes, *splits])
 
     @property
     def evaluation_split(self) -> Split:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Set
+from functools import partial
 from types import CellType, FunctionType
 from typing import Any
+
+import numpy as np
 
 DEPTH = 8  # of functions inside functions, a guard against those that refer to themselves
 
@@ -22,10 +25,14 @@ def settings_in(value: Any, depth: int = DEPTH) -> Any:
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, np.generic):
+        return value.item()
     if depth == 0:
         return "..."
     if isinstance(value, FunctionType):
         return _in_mapping(_remembered(value), depth)
+    if isinstance(value, partial):
+        return settings_in([value.func, value.args, value.keywords], depth)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _in_mapping(vars(value), depth)
     if isinstance(value, Mapping):
