@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -161,6 +162,7 @@ def test_a_checkpoint_of_other_hyperparameters_is_refused(tmp_path: Path, messag
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog) -> None:
+    caplog.set_level(logging.WARNING, "fedcontext")  # --quiet of an earlier test raises it
     start(tmp_path / "whole")
     start(tmp_path / "cut", rounds=3)
     (tmp_path / "cut" / "run.safetensors").write_bytes(b"damaged")
