@@ -37,6 +37,13 @@ def test_updates_in_files_are_aggregated_into_the_file_of_the_params(tmp_path: P
     assert whole.params.any()
 
 
+def test_the_loop_that_folds_updates_in_goes_where_the_devices_agree() -> None:
+    space: dict = {}
+    exec(blocks("plug-in.md")[2], space)
+    middle = space["targets"].mean(axis=0)
+    assert np.linalg.norm(space["w"]["weights"] - middle) < 0.1 * np.linalg.norm(middle)
+
+
 def test_sketches_keep_most_of_the_promise() -> None:
     space: dict = {}
     exec(blocks("privacy.md")[0], space)
@@ -50,7 +57,7 @@ def test_sketches_keep_most_of_the_promise() -> None:
 def test_flares_controller_reaches_the_same_model_as_the_loop() -> None:
     flare = pytest.importorskip("nvflare.app_common.abstract.fl_model", reason="nvflare is not installed")
     space: dict = {}
-    exec(blocks("plug-in.md")[2], space)
+    exec(blocks("plug-in.md")[3], space)
     targets = {"site-1": np.ones(2), "site-2": -3 * np.ones(2), "site-3": np.array([2.0, 0.0])}
 
     class Local(space["Contextual"]):
