@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 import fedcontext as fc
 from fedcontext.arrays import tree as arrays
@@ -387,3 +388,16 @@ def test_the_weights_of_a_rule_with_memory_are_those_of_its_step():
         d = np.mean(updates, axis=0)
         assert result.weights.sum() == pytest.approx(result.step @ d / (d @ d))
         state, last, params = result.state, params, result.params
+
+
+@given(
+    hnp.arrays(np.int64, 4, elements=st.integers(-5, 5)),
+    hnp.arrays(np.int64, (3, 4), elements=st.integers(-5, 5)),
+    st.sampled_from([fc.mean(), fc.contextual_memory()]),
+)
+def test_the_step_of_integers_is_what_params_moved_by(counts, changes, rule):
+    updates = [{"w": np.ones(2), "count": change} for change in changes]
+    params = {"w": np.zeros(2), "count": counts}
+    result = fc.aggregate(params, updates, gradients=[{"w": -np.ones(2)}], rule=rule)
+    assert (result.params["count"] == counts + result.step["count"]).all()
+    assert result.step["count"].dtype == counts.dtype

@@ -35,6 +35,14 @@ def restored(bits, vector, count):
     return Codec(bits).roundtrip(np.tile(vector, (count, 1)), keys(count)).astype(float)
 
 
+@pytest.mark.parametrize("bits", [*range(1, 9), 32])
+def test_the_noise_in_a_decoded_vector_is_the_share_that_the_codec_names(bits):
+    vector = np.random.default_rng(0).standard_normal(1024)
+    decoded = restored(bits, vector, 200)
+    noise = ((decoded - vector) ** 2).sum() / (decoded**2).sum()
+    assert noise == pytest.approx(Codec(bits).distortion, rel=0.1, abs=1e-6)
+
+
 def nmse(decoded, vector):
     return float(((decoded - vector) ** 2).sum(axis=1).mean() / (vector @ vector))
 

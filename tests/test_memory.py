@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedcontext.codec import Codec
 from fedcontext.memory import MemorySettings, memory_step, minimise_in_box
 from fedcontext.sums import Sums
 
@@ -136,3 +137,19 @@ def test_it_is_faster_than_averaging_on_a_badly_scaled_quadratic(probes):
             last, w = w, w + (step if rule == "memory" else updates.mean(axis=0))
         losses[rule] = problem.loss(w) - problem.loss(problem.centre.mean(axis=0))
     assert losses["memory"] < 0.2 * losses["mean"]
+
+
+@pytest.mark.parametrize("probes", [5, 30])
+@pytest.mark.parametrize("bits", [1, 4, 32])
+def test_the_error_of_a_mean_gradient_is_the_one_expected_also_where_all_devices_send_codes(probes, bits):
+    random, codec, size = np.random.default_rng(0), Codec(bits), 256
+    gradients = 1 + random.standard_normal((30, size))
+    expected, errors = [], []
+    for trial in range(150):
+        asked = random.permutation(30)[:probes]
+        sums = Sums(size, distortions=(codec.distortion, 0.0))
+        for device in asked:
+            sums.add_probe(codec.roundtrip(gradients[device], (trial, int(device))).astype(float))
+        expected.append(sums.gradient_error(30))
+        errors.append(float(((sums.mean_gradient - gradients.mean(axis=0)) ** 2).sum()))
+    assert np.mean(expected) == pytest.approx(np.mean(errors), rel=0.1, abs=1e-9)

@@ -129,6 +129,20 @@ def test_a_device_that_trains_and_probes_sends_one_reply():
     assert not dropped & set(plan.probes[late.probes].tolist())
 
 
+def test_a_pool_device_that_probes_sends_one_reply_too():
+    plan, fleet = plan_round(0, 1, 30, probes="all", pool="all"), make_fleet(PROFILES["even"], 30, seed=0)
+    work, model = np.full(30, 200), 1000
+    received = replies(fleet, plan, work, model)
+    assert received.bytes_up == (30 + 30) * model
+    assert received.bytes_down == 30 * model
+    everyone, epochs = np.concatenate([plan.devices, plan.pool]), np.concatenate([plan.epochs, plan.pool_epochs])
+    assert received.seconds == fleet.seconds(everyone, (epochs + 1) * 200, 3 * model).max()
+    late = replies(fleet, plan, work, model, deadline=received.seconds * 0.99)
+    dropped = set(plan.pool.tolist()) - set(plan.pool[late.pool].tolist())
+    assert dropped
+    assert not dropped & set(plan.probes[late.probes].tolist())
+
+
 def test_over_selection_keeps_the_first_replies_and_is_faster():
     fleet, samples = make_fleet(PROFILES["edge"], 30, seed=0), np.full(30, 200)
     over = plan_round(0, 1, 30, devices_per_round=5, over_select=1.0)

@@ -108,6 +108,7 @@ def aggregate(
     population: int | None = None,
     steps: Iterable[float] | None = None,
     root_gradient: Structure | None = None,
+    distortions: tuple[float, float] = (0.0, 0.0),
     layers: Iterable[str | int] | None = None,
     buffers: Iterable[str | int] = (),
     smoothness: float | None = None,
@@ -125,7 +126,7 @@ def aggregate(
     Args:
         params: the global model: an array, or a list, tuple or mapping of arrays (a ``state_dict`` as it is).
         updates: the devices' updates Δₖ = wₖ - w, each like ``params``; a mapping gives the devices names. Or a whole
-            `Report`, which holds this and the arguments from ``gradient`` to ``root_gradient``.
+            `Report`, which holds this and the arguments from ``gradient`` to ``distortions``.
         rule: how to weigh them, such as ``contextual(smoothness=1 / learning_rate)``.
         gradient: one estimate of the global gradient at ``params``; leaves outside the geometry may be missing.
         gradients: instead of it, the probes' gradients, averaged with ``probe_weights`` (equal where None).
@@ -138,6 +139,8 @@ def aggregate(
         population: the total number of devices, where known.
         steps: the number of local SGD steps of each device, for `fednova`.
         root_gradient: the gradient of samples that the server holds itself, for `robust_gradients` with trust.
+        distortions: for `contextual_memory`, the shares of gradients and of differences that are noise of the codes in
+            which they were sent: `Codec.distortion`.
         layers: names (or positions) of the leaves that enter the geometry; the weights apply to all leaves.
         buffers: leaves that are averaged instead of weighted, as are all that do not hold floating point.
         smoothness: the β at which the bound on the loss change is reported; the rule's own where None. A rule that works
@@ -173,6 +176,7 @@ def aggregate(
             population,
             steps,
             root_gradient,
+            distortions,
         )
     model = _Model.of(params, layers if isinstance(rule, Rule) else None, buffers)
     defences = OFF if defences is None else defences
@@ -270,7 +274,7 @@ def _apply_weights(
     def step() -> Structure:
         if out is not None:
             raise FedcontextError("step is not available where out was given; aggregate without out")
-        return combined(_zeros_like(model.leaves), None)
+        return _with_integers(combined(_zeros_like(model.leaves), None), new, model, scratch)
 
     return Aggregation(new, applied, promised, geometry, state, screened, info, _motion(seen, weights), make_step=step)
 
@@ -297,6 +301,7 @@ def _apply_sums(
     else:
         screened = combined_probes(screened, vectors, model.order, rule.gradients, sums=True, scratch=scratch)
         sums = sums_of(vectors, model.order, screened)
+        sums.distortions = report.distortions
         finite = sums.finite
     if not finite:
         raise_not_finite(report, model.measured)
@@ -319,9 +324,16 @@ def _apply_sums(
     new, nan = combined(model.leaves, out), float("nan")
 
     def step() -> Structure:
-        return combined(_zeros_like(model.leaves), None)
+        return _with_integers(combined(_zeros_like(model.leaves), None), new, model, scratch)
 
     return Aggregation(new, weights, nan, None, state, screened, info, motion, make_step=step)
+
+
+def _with_integers(step: Structure, new: Structure, model: _Model, scratch: int) -> Structure:
+    """Return the step with integer leaves as the difference of the params, which were rounded after the step was added."""
+    after, zeros = leaves(new), _zeros_like({n: leaf for n, leaf in model.leaves.items() if kind_of(leaf) == "integer"})
+    weights = dict.fromkeys(zeros, np.array([1.0, -1.0]))
+    return rebuild(step, {**leaves(step), **_combined(zeros, [after, model.leaves], weights, set(), None, scratch)})
 
 
 def _limited(weights: FloatArray, geometry: Geometry, most: float) -> tuple[FloatArray, dict[str, Any]]:

@@ -57,6 +57,15 @@ class Codec:
         if isinstance(self.bits, bool) or self.bits not in (1, 2, 3, 4, 5, 6, 7, 8, 32):
             raise FedcontextError(f"bits must be 1 to 8, or 32 for float32, got {self.bits!r}")
 
+    @property
+    def distortion(self) -> float:
+        """The share of a decoded vector's squared length that is noise: E‖x̂ - x‖² = distortion · E‖x̂‖².
+
+        >>> [round(Codec(bits).distortion, 3) for bits in (1, 2, 4, 32)]
+        [0.363, 0.117, 0.01, 0.0]
+        """
+        return 0.0 if self.bits == 32 else _distortion(self.bits)
+
     def nbytes(self, size: int) -> int:
         """Return the number of bytes that encode ``size`` entries.
 
@@ -239,6 +248,16 @@ def _levels(bits: int) -> Vector:
         levels = [(density[i] - density[i + 1]) / (below[i + 1] - below[i]) for i in range(half)]
     upper = np.round(np.array(levels, np.float32), 4)
     return np.concatenate([-upper[::-1], upper])
+
+
+@cache
+def _distortion(bits: int) -> float:
+    """Return E(z - q)² of a standard normal number z and its level q: 1 - 2 E qz + E q²."""
+    levels, normal = _levels(bits).astype(float), NormalDist()
+    edges = [-np.inf, *((levels[1:] + levels[:-1]) / 2), np.inf]
+    shares = np.array([normal.cdf(high) - normal.cdf(low) for low, high in pairwise(edges)])
+    means = np.array([normal.pdf(low) - normal.pdf(high) for low, high in pairwise(edges)])  # E z in each cell
+    return float(1 - 2 * levels @ means + np.square(levels) @ shares)
 
 
 def _matrix(vectors: Any) -> npt.NDArray[Any]:

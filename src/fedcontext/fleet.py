@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedcontext.arrays.tree import FloatArray
+from fedcontext.arrays.tree import BoolArray, FloatArray
 from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray, RoundPlan, Stream, generator
 
@@ -139,26 +139,29 @@ def replies(
     limit = np.inf if deadline is None else deadline
     probe = probe or ProbeCost(bytes_up=model_bytes)
     probe_bytes = probe.bytes_up + probe.bytes_down
-    both = np.isin(plan.devices, plan.probes) | own_gradients
-    arrivals = fleet.seconds(
-        plan.devices,
-        (plan.epochs + both * probe.passes) * samples[plan.devices],
-        2 * model_bytes + state_bytes + both * probe_bytes,
-    )
-    pool_arrivals = fleet.seconds(plan.pool, plan.pool_epochs * samples[plan.pool], 2 * model_bytes + state_bytes)
+    both, pool_both = np.isin(plan.devices, plan.probes) | own_gradients, np.isin(plan.pool, plan.probes)
+
+    def trained(devices: IntArray, epochs: IntArray, probing: BoolArray) -> FloatArray:
+        passes, sent = epochs + probing * probe.passes, 2 * model_bytes + state_bytes + probing * probe_bytes
+        return fleet.seconds(devices, passes * samples[devices], sent)
+
+    arrivals = trained(plan.devices, plan.epochs, both)
+    pool_arrivals = trained(plan.pool, plan.pool_epochs, pool_both)
     probe_arrivals = fleet.seconds(plan.probes, probe.passes * samples[plan.probes], model_bytes + probe_bytes)
 
     first = np.sort(np.argsort(arrivals, kind="stable")[: plan.wanted])
     cohort = first[arrivals[first] <= limit]
-    trains = np.isin(plan.probes, plan.devices)
-    probes = np.flatnonzero(np.where(trains, np.isin(plan.probes, plan.devices[cohort]), probe_arrivals <= limit))
     pool = np.flatnonzero(pool_arrivals <= limit)
+    trains = np.isin(plan.probes, [*plan.devices, *plan.pool])
+    replied = np.isin(plan.probes, [*plan.devices[cohort], *plan.pool[pool]])
+    probes = np.flatnonzero(np.where(trains, replied, probe_arrivals <= limit))
     late = [*plan.devices[first[arrivals[first] > limit]], *plan.pool[pool_arrivals > limit]]
     excluded = {int(k): "gradient missed the deadline" for k in plan.probes[~trains & (probe_arrivals > limit)]}
     excluded |= {int(k): "over-selection quota met" for k in np.delete(plan.devices, first)}
     excluded |= {int(k): "missed the deadline" for k in late}
     contacted = np.unique(np.concatenate([plan.devices, plan.pool, plan.probes])).size
-    gradients = np.count_nonzero(both[cohort]) + np.count_nonzero(~trains[probes])
+    alone = np.count_nonzero(~trains)
+    gradients = np.count_nonzero(both[cohort]) + np.count_nonzero(pool_both[pool]) + np.count_nonzero(~trains[probes])
     return Replies(
         cohort=cohort,
         pool=pool,
@@ -168,7 +171,7 @@ def replies(
         bytes_down=int(
             contacted * model_bytes
             + (len(plan.devices) + len(plan.pool)) * state_bytes
-            + (np.count_nonzero(both) + np.count_nonzero(~trains)) * probe.bytes_down
+            + (np.count_nonzero(both) + np.count_nonzero(pool_both) + alone) * probe.bytes_down
         ),
         bytes_up=int((len(cohort) + len(pool)) * model_bytes + gradients * probe.bytes_up),
     )

@@ -34,6 +34,7 @@ class Report:
     population: int | None = None  # total number of devices
     steps: Iterable[float] | None = None  # (K,) local SGD steps of each device
     root_gradient: Structure | None = None  # the gradient of the server's own samples
+    distortions: tuple[float, float] = (0.0, 0.0)  # shares of gradients and differences that are noise of a code
 
 
 @dataclass(frozen=True)

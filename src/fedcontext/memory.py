@@ -151,7 +151,7 @@ def _first_step(sums: Sums, settings: MemorySettings, population: float) -> tupl
     implied = max(-dot(g, d), 1e-12 * length * _norm(g)) / length**2
     memory = Memory(
         gradient=g,
-        error=sums.variance(sums.gradient_norms, sums.gradient, population),
+        error=sums.gradient_error(population),
         square=sums.square / sums.probes,
         step=d,
         deviation=np.zeros_like(d),
@@ -182,8 +182,8 @@ def _gradient_estimate(
 
     The prior m' + ȳ errs by P' + Var(ȳ), the fresh mean ḡ by Var(ḡ); the gain weighs the two as a Kalman filter does.
     """
-    drift = memory.error + sums.variance(sums.difference_norms, sums.difference, population)
-    noise = sums.variance(sums.gradient_norms, sums.gradient, population)
+    drift = memory.error + sums.difference_error(population)
+    noise = sums.gradient_error(population)
     gain = float(np.clip(drift / (drift + noise + TINY), settings.floor, 1))
     m = prior + gain * (sums.mean_gradient - prior)
     return m, (1 - gain) ** 2 * drift + gain**2 * noise, gain

@@ -27,6 +27,11 @@ class Coding:
         """Whether vectors are sent as they are."""
         return self.gradient == self.difference == IDENTITY
 
+    @property
+    def distortions(self) -> tuple[float, float]:
+        """The shares of decoded gradients and differences that are noise."""
+        return self.gradient.distortion, self.difference.distortion
+
     def cost(self, size: int, model_bytes: int, differences: bool) -> ProbeCost:
         """Return what one answer costs a device with a model of ``size`` parameters."""
         sent = [self.gradient, self.difference] if differences else [self.gradient]

@@ -155,6 +155,7 @@ class Simulation:
             pool=dict(zip(pool.tolist(), updates[len(devices) :], strict=True)),
             differences=differences,
             population=self.data.population,
+            distortions=self.coding.distortions,
             steps=self._steps(devices, plan.epochs[received.cohort]).tolist(),
         )
 

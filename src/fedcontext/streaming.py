@@ -43,6 +43,7 @@ class StreamedRound:
     """
 
     params: Structure
+    distortions: tuple[float, float] = (0.0, 0.0)  # of the codes of gradients and of differences: `Codec.distortion`
     sums: Sums = field(init=False)
     differences: int = field(init=False, default=0)  # probes that reported a difference
 
@@ -53,7 +54,7 @@ class StreamedRound:
                 raise FedcontextError(
                     f"params: {leaf_name(name)} must be floating point to be streamed, got {leaf.dtype}"
                 )
-        self.sums = Sums(sum(map(size_of, self._leaves.values())))
+        self.sums = Sums(sum(map(size_of, self._leaves.values())), distortions=self.distortions)
 
     def add_update(self, update: Structure, name: object = "update") -> None:
         """Fold in one device's update; if it cannot be used, an error names it and the sums are as before."""
@@ -79,7 +80,7 @@ class StreamedRound:
 
     def __add__(self, other: StreamedRound) -> StreamedRound:
         """Return the round of the devices of both."""
-        total = StreamedRound(self.params)
+        total = StreamedRound(self.params, self.distortions)
         total.sums, total.differences = self.sums + other.sums, self.differences + other.differences
         return total
 

@@ -37,6 +37,7 @@ class Sums:
     product: FloatArray | None = None  # (n,) Σ gₖ Δₖ, where the cohort itself probes
     gradient_norms: float = 0.0  # Σ ‖gᵢ‖²
     difference_norms: float = 0.0  # Σ ‖yᵢ‖²
+    distortions: tuple[float, float] = (0.0, 0.0)  # shares of ‖gᵢ‖² and ‖yᵢ‖² that are noise of a code
 
     def __post_init__(self) -> None:
         for name in ("update", "gradient", "difference", "square"):
@@ -66,7 +67,7 @@ class Sums:
         """Return the sums over both sets of devices."""
         if self.size != other.size:
             raise FedcontextError(f"sums must be of models of the same size, got {self.size} and {other.size}")
-        total = Sums(self.size, self.devices + other.devices, self.probes + other.probes)
+        total = Sums(self.size, self.devices + other.devices, self.probes + other.probes, distortions=self.distortions)
         for name in ("update", "gradient", "difference", "square", "gradient_norms", "difference_norms"):
             setattr(total, name, getattr(self, name) + getattr(other, name))
         products = [each.product for each in (self, other) if each.product is not None]
@@ -94,15 +95,25 @@ class Sums:
         """(n,) ȳ, the plain mean of the probes' gradient differences."""
         return self.difference / self.probes
 
-    def variance(self, norms: float, total: FloatArray, population: float) -> float:
-        """Return the squared error of a mean over Q of N probes: (1 - Q/N) Σ‖xᵢ - x̄‖² / (Q (Q - 1)).
+    def gradient_error(self, population: float) -> float:
+        """Return the expected squared error of the mean gradient as an estimate of the mean over all devices."""
+        return self._error(self.gradient_norms, self.gradient, self.distortions[0], population)
 
-        ``norms`` is Σ‖xᵢ‖² and ``total`` is Σ xᵢ. With one probe the error cannot be estimated, and 0 is returned.
+    def difference_error(self, population: float) -> float:
+        """Return the expected squared error of the mean difference."""
+        return self._error(self.difference_norms, self.difference, self.distortions[1], population)
+
+    def _error(self, norms: float, total: FloatArray, distortion: float, population: float) -> float:
+        """Return the squared error of a mean of Q vectors: (1 - Q/N) Σ‖xᵢ - x̄‖² / (Q (Q - 1)) + (Q/N) D Σ‖xᵢ‖² / Q².
+
+        ``norms`` is Σ‖xᵢ‖² and ``total`` is Σ xᵢ. The first term vanishes where all devices probe, but the noise of
+        their codes does not; where few do, the spread of the decoded vectors has that noise in it. The spread of a single
+        vector is unknown, and counts as 0.
         """
-        if self.probes < 2:
-            return 0.0
-        spread = max(0.0, norms - dot(total, total) / self.probes)
-        return max(0.0, 1 - self.probes / population) * spread / (self.probes * (self.probes - 1))
+        share, spread = min(1.0, self.probes / population), 0.0
+        if self.probes > 1:
+            spread = max(0.0, norms - dot(total, total) / self.probes) / (self.probes * (self.probes - 1))
+        return (1 - share) * spread + share * distortion * norms / self.probes**2
 
 
 def dot(left: FloatArray, right: FloatArray) -> float:

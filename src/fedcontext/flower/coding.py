@@ -46,6 +46,12 @@ class RoundCodes:
     seed: int
     number: int
 
+    @property
+    def distortions(self) -> tuple[float, float]:
+        """The shares of decoded gradients and differences that are noise."""
+        gradient, difference = (Codec(bits).distortion for bits in self.bits)
+        return gradient, difference
+
     def codes(self, device: int) -> dict[str, Code | None]:
         """Return the codes of a device's gradient and difference; None where it is sent as it is.
 

@@ -67,6 +67,7 @@ class Aggregator:
     settings: Settings
     server: ServerOptimizer | None = None  # acts on the rule's step
     population: int | None = None  # number of devices, where known
+    distortions: tuple[float, float] = (0.0, 0.0)  # shares of gradients and differences that are noise of their codes
 
 
 def aggregate_usable(
@@ -93,7 +94,7 @@ def _aggregate(
     params: Arrays, replies: Sequence[Reply], aggregator: Aggregator, carried: Carried, buffers: set[str]
 ) -> tuple[Aggregation, Carried]:
     rule, settings = aggregator.rule, aggregator.settings
-    report = _report(replies, rule, settings, aggregator.population)
+    report = _report(replies, aggregator)
     aggregation = aggregate(
         params,
         report,
@@ -112,7 +113,8 @@ def _aggregate(
     return aggregation, Carried(aggregation.state, previous, server)
 
 
-def _report(replies: Sequence[Reply], rule: AnyRule, settings: Settings, population: int | None) -> Report:
+def _report(replies: Sequence[Reply], aggregator: Aggregator) -> Report:
+    rule, settings = aggregator.rule, aggregator.settings
     cohort = [reply for reply in replies if reply.task.group == "cohort"]
     probes = [reply for reply in replies if reply.task.probe]
     _check_enough(len(cohort), settings)
@@ -127,7 +129,8 @@ def _report(replies: Sequence[Reply], rule: AnyRule, settings: Settings, populat
         own_gradients=[r.gradient for r in cohort] if cohort_probes or "own gradients" in rule.needs else None,
         pool={reply.task.device: reply.update for reply in replies if reply.task.group == "pool"},
         differences=[reply.difference for reply in probes if reply.difference is not None] or None,
-        population=population,
+        population=aggregator.population,
+        distortions=aggregator.distortions,
     )
 
 

@@ -185,7 +185,8 @@ class ContextualStrategy(Strategy):
         )  # where nobody was asked
         parsed, excluded = parse_replies(sent, replies, current.params, extras, device_of, key)
         assert isinstance(self.rule, AnyRule)  # configure_train resolved it
-        aggregator = Aggregator(self.rule, self.settings, self.server, current.population)
+        noise = extras.codes.distortions
+        aggregator = Aggregator(self.rule, self.settings, self.server, current.population, noise)
         outcome = aggregate_usable(current.params, parsed, excluded, aggregator, self._carried)
         return replace(outcome, bytes_down=current.bytes_down, bytes_up=size)
 
