@@ -31,7 +31,7 @@ class Defences:
 
     max_gradient: float = 3.0  # largest norm of a gradient, and of a gradient difference: longer ones are clipped
     max_update: float = 10.0  # largest norm of an update
-    max_samples: float = 10.0  # largest sample count, where counts weigh devices or probes
+    max_samples: float = 3.0  # largest sample count, where counts weigh devices or probes
     max_step: float = 10.0  # largest norm of the step, in median updates; for rules whose step depends on their lengths
     outlier: float = 1000.0  # a longer vector costs its device the round, as NaN does; 0 makes NaN an error
 
