@@ -53,7 +53,6 @@ METHODS: Mapping[str, Settings] = {
     "**contextual**": {"algorithm": "fedavg-contextual"},
     "memory, bare": {"algorithm": "fedavg-memory", **BARE},
     "**memory**": {"algorithm": "fedavg-memory"},
-    "**memory, trust**": {"algorithm": "fedavg-memory", "gradient_averaging": "trust"},
 }
 
 
