@@ -15,7 +15,14 @@ from fedcontext.simulation import Simulation
 
 LIAR = 3
 HUGE = float(np.finfo(np.float32).max) / 4
-SETTINGS = {"dataset": "ten", "rounds": 10, "learning_rate": 0.05, "probes": "cohort", "engine": "reference", "gradient_bits": 32}
+SETTINGS = {
+    "dataset": "ten",
+    "rounds": 10,
+    "learning_rate": 0.05,
+    "probes": "cohort",
+    "engine": "reference",
+    "gradient_bits": 32,
+}
 
 
 def ten_devices():

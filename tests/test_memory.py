@@ -15,7 +15,9 @@ from fedcontext.memory import MemorySettings, memory_step, minimise_in_box
 from fedcontext.sums import Sums
 
 PROTOTYPE = Path(__file__).parents[2] / "shared/research/unified.py"
-PUBLISHED = MemorySettings(growth=8, trust_growth=2, stretch=2, power=1, trial=np.inf)  # the prototype's constants
+PUBLISHED = MemorySettings(
+    growth=8, trust_growth=2, stretch=2, power=1, trial=np.inf, surge=np.inf
+)  # the prototype's constants
 
 
 def summed(updates, gradients, differences, cohort_probes=False):

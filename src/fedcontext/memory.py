@@ -47,6 +47,7 @@ class MemorySettings:
     smallest: float = 0.01  # added to the root mean square that divides d
     ridge: float = 1e-4  # relative ridge of the quadratic model
     largest: float = 20.0  # upper limit of trust and anchor
+    surge: float = 3.0  # d counts as at most so many times as long as its running mean
     trial: float = 0.1  # limit of ‖step - d‖ / ‖d‖ where the last step was d: nothing is known of deviations yet
 
 
@@ -105,7 +106,8 @@ def memory_step(
     """
     if memory is None:
         return _first_step(sums, settings, population)
-    d, g, y = sums.mean_update, sums.mean_gradient, sums.mean_difference
+    g, y = sums.mean_gradient, sums.mean_difference
+    d = _no_surge(sums.mean_update, memory.length, settings.surge)
     prior = memory.gradient + y
     m, error, gain = _gradient_estimate(sums, prior, memory, population, settings)
     v = settings.decay * memory.square + sums.square / sums.probes
@@ -254,6 +256,7 @@ def _half_left_out(
     q, fresh = sums.probes, sums.mean_gradient - prior
     own = sums.product / q  # becomes the mean of (gₖ - prior) Δₖ; in place, for it is as long as the model
     own -= prior * sums.mean_update
+    own *= lengths[MEAN] / _norm(sums.mean_update)  # where d was shortened
     result = slopes.copy()
     for row, total in ((MEAN, own.sum()), (SCALED, dot(own, scale))):
         left_out = (q * dot(unit[row], fresh) - total / lengths[row]) / max(q - 1, 1)
@@ -316,6 +319,12 @@ def _combined(coefficients: FloatArray, rows: FloatArray) -> FloatArray:
     for coefficient, row in zip(coefficients[1:], rows[1:], strict=True):
         total += coefficient * row
     return np.asarray(total)
+
+
+def _no_surge(d: FloatArray, mean: float, surge: float) -> FloatArray:
+    """Return d, shortened where most of a cohort may lie: in honest runs ‖d‖ stays below twice its running mean."""
+    known = mean > 2 * TINY  # not where every update was zero so far
+    return _shortened(d, surge * mean) if known else d
 
 
 def _shortened(vector: FloatArray, limit: float) -> FloatArray:
