@@ -200,7 +200,8 @@ def screen(
     others = sent("update outside the geometry", names.devices, vectors.updates, rest, defences.max_update)
     groups = updates, gradients, differences, own, others
     excluded = _excluded(vectors, groups) if defences.outlier else {}
-    samples, weights = (_capped(counts, defences.max_samples) for counts in (vectors.samples, vectors.probe_weights))
+    samples = capped(vectors.samples, defences.max_samples)
+    weights = None if vectors.probe_weights is None else capped(vectors.probe_weights, defences.max_samples)
     notes = [note for group in groups for note in group.clipped.items()]
     notes += _caps(names.devices, vectors.samples, samples) + _caps(names.probes, vectors.probe_weights, weights)
     return Screened(
@@ -236,13 +237,13 @@ def _excluded(vectors: Vectors, groups: Sequence[Sent]) -> dict[Name, str]:
     return excluded
 
 
-def _capped(counts: FloatArray | None, multiple: float) -> FloatArray | None:
+def capped(counts: FloatArray, multiple: float) -> FloatArray:
     """Return counts of at most ``multiple`` times their lower median; as they are if it is 0.
 
-    >>> _capped(np.array([10.0, 30.0, 2.0**53]), 10)
+    >>> capped(np.array([10.0, 30.0, 2.0**53]), 10)
     array([ 10.,  30., 300.])
     """
-    return counts if counts is None or not multiple else np.minimum(counts, multiple * lower_median(counts))
+    return np.minimum(counts, multiple * lower_median(counts)) if multiple else counts
 
 
 def _caps(names: Sequence[Name], sent: FloatArray | None, used: FloatArray | None) -> list[tuple[Name, str]]:

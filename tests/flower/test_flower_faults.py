@@ -121,6 +121,8 @@ FAULTS: dict[str, tuple[Meddle, str]] = {
     "NaN update": (changed(UPDATE, w=NAN), "update: leaf 'w' has NaN or infinite entries"),
     "infinite update": (changed(UPDATE, b=np.float32(np.inf)), "update: leaf 'b' has NaN or infinite entries"),
     "NaN gradient": (changed(GRADIENT, w=NAN), "gradient: leaf 'w' has NaN or infinite entries"),
+    "gradient of 1e30": (changed(GRADIENT, w=np.full(4, 1e30, np.float32)), "gradient: its norm is"),
+    "gradient of 3e38": (changed(GRADIENT, w=np.full(4, 3e38, np.float32)), "gradient: its norm is"),
     "gradient of wrong shape": (changed(GRADIENT, w=np.zeros((2, 2), np.float32)), "gradient: leaf 'w' must have"),
     "gradient of a buffer": (
         changed(GRADIENT, running_mean=np.zeros(3, np.float32)),
@@ -159,6 +161,17 @@ def test_a_bad_device_is_left_out_and_named_and_the_rest_is_aggregated(tmp_path:
     )
     for name, array in arrays_of(expected.arrays).items():
         np.testing.assert_allclose(arrays_of(found.arrays)[name], array, rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [1e30, 1e38])
+@pytest.mark.parametrize("rule", [fc.mean(), fc.by_samples(), fc.contextual_memory()])
+def test_an_update_out_of_all_proportion_is_left_out_and_named(tmp_path: Path, rule, value: float) -> None:
+    grid = MemoryGrid(APP, range(5), meddle=changed(UPDATE, w=np.full(4, value, np.float32)))
+    strategy(tmp_path, rule=rule, probes="cohort").start(grid, record_of(START), 3)
+    for record in fc.read_run(tmp_path / "run.jsonl")[1]:
+        assert record.excluded.keys() == {BAD}
+        assert record.excluded[BAD].startswith("update: its norm is")
+        assert not record.lost
 
 
 def test_a_leaf_that_one_gradient_has_alone_changes_nothing(tmp_path: Path) -> None:
@@ -306,6 +319,17 @@ def test_a_bad_evaluation_is_left_out(tmp_path: Path, metrics: dict) -> None:
     grid = MemoryGrid(numpy_client(train, gradient, evaluate), range(4))
     found = strategy(tmp_path, FedAvg()).start(grid, record_of(START), 1)
     assert found.evaluate_metrics_clientapp[1]["loss"] == 1.0
+
+
+@pytest.mark.parametrize("samples", [2.0**53, 1e308])
+def test_an_evaluator_that_claims_many_samples_counts_as_three(tmp_path: Path, samples: float) -> None:
+    def evaluate(params, context):
+        liar = context.node_config["partition-id"] == BAD
+        return {"accuracy": 1.0, "num-examples": samples} if liar else {"accuracy": 0.5, "num-examples": 10.0}
+
+    grid = MemoryGrid(numpy_client(train, gradient, evaluate), range(10))
+    found = strategy(tmp_path, FedAvg()).start(grid, record_of(START), 1)
+    assert found.evaluate_metrics_clientapp[1]["accuracy"] == pytest.approx((9 * 0.5 + 3 * 1.0) / 12)
 
 
 def test_too_few_devices_to_evaluate_cost_the_evaluation_not_the_round(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ from functools import reduce
 from typing import Any, Literal
 
 import numpy as np
-from flwr.app import Message, RecordDict
+from flwr.app import Message, MetricRecord, RecordDict
 
 from fedcontext.aggregation import Aggregation, aggregate
 from fedcontext.arrays.tree import all_finite
-from fedcontext.defences import Defences, TooFewUsable
+from fedcontext.defences import Defences, TooFewUsable, capped
 from fedcontext.errors import FedcontextError
 from fedcontext.flower.messages import Reply
 from fedcontext.flower.protocol import Arrays, printable
@@ -180,16 +180,37 @@ def _defect(params: Arrays, reply: Reply, buffers: set[str], layers: Sequence[st
 
 
 def usable_evaluations(
-    replies: Iterable[Message], device_of: Callable[[int], int | None], samples_key: str
+    replies: Iterable[Message],
+    device_of: Callable[[int], int | None],
+    samples_key: str,
+    defences: Defences | None = None,
 ) -> list[Message]:
-    """Return the evaluation replies with finite metrics of the most common form, sorted by device, then the errors."""
+    """Return the evaluation replies with finite metrics of the most common form, sorted by device, then the errors.
+
+    The sample counts, by which metrics are averaged, are capped as those of updates are.
+    """
     replies = list(replies)
     errors = [reply for reply in replies if reply.has_error()]
     finite = [reply for reply in replies if reply.has_content() and _has_finite_metrics(reply.content, samples_key)]
     finite.sort(key=lambda reply: device_of(reply.metadata.src_node_id) or 0)
     forms = [_form(reply.content) for reply in finite]
     common = Counter(forms).most_common(1)
-    return [reply for reply, form in zip(finite, forms, strict=True) if form == common[0][0]] + errors
+    usable = [reply for reply, form in zip(finite, forms, strict=True) if form == common[0][0]]
+    if usable and defences:
+        _cap_samples([_metrics(reply) for reply in usable], samples_key, defences.max_samples)
+    return usable + errors
+
+
+def _cap_samples(records: Sequence[MetricRecord], samples_key: str, multiple: float) -> None:
+    counts = np.array([record[samples_key] for record in records], np.float64)
+    for record, count in zip(records, capped(counts, multiple).tolist(), strict=True):
+        if count < record[samples_key]:
+            record[samples_key] = count
+
+
+def _metrics(reply: Message) -> MetricRecord:
+    (record,) = reply.content.metric_records.values()
+    return record
 
 
 def _has_finite_metrics(content: RecordDict, samples_key: str) -> bool:

@@ -203,7 +203,8 @@ class ContextualStrategy(Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return the wrapped strategy's aggregate of the usable replies."""
-        usable = usable_evaluations(replies, self._roster.device_of, self.inner.weighted_by_key)
+        key, defences = self.inner.weighted_by_key, self.settings.defences
+        usable = usable_evaluations(replies, self._roster.device_of, key, defences)
         return self.inner.aggregate_evaluate(server_round, usable)
 
     def start(
