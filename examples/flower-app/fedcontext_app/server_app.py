@@ -15,7 +15,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     chosen, probes = algorithm(config), str(config["probes"])
-    bits = int(config["gradient-bits"]), int(config["difference-bits"])
+    bits = int(config["gradient-bits"])
     strategy = ContextualStrategy(
         FedAvg(
             fraction_train=float(config["fraction-train"]),
@@ -27,7 +27,7 @@ def main(grid: Grid, context: Context) -> None:
         rule=chosen.rule,
         server=chosen.server,
         probes=int(probes) if probes.isdigit() else None if probes == "default" else probes,
-        gradient_bits=bits if any(bits) else None,
+        gradient_bits=bits or "auto",
         seed=int(config["seed"]),
         epochs=(int(config["min-epochs"]), int(config["max-epochs"])),
         min_replies=int(config["min-replies"]),
