@@ -60,6 +60,7 @@ EXPORTS = {
     "server": ["ServerOptimizer", "fedadagrad", "fedadam", "fedavgm", "fedyogi"],
     "preparation": ["Trained", "prepare", "simulate", "train"],
     "simulation": ["Simulation", "State"],
+    "sketch": ["Sketch"],
     "streaming": ["Streamed", "StreamedRound"],
     "sums": ["Sums"],
 }

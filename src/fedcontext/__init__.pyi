@@ -69,6 +69,7 @@ from fedcontext.server import fedavgm as fedavgm
 from fedcontext.server import fedyogi as fedyogi
 from fedcontext.simulation import Simulation as Simulation
 from fedcontext.simulation import State as State
+from fedcontext.sketch import Sketch as Sketch
 from fedcontext.streaming import Streamed as Streamed
 from fedcontext.streaming import StreamedRound as StreamedRound
 from fedcontext.sums import Sums as Sums

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from operator import index
 from statistics import NormalDist
 from typing import Any, TypeAlias
 
@@ -23,15 +22,23 @@ import numpy as np
 import numpy.typing as npt
 
 from fedcontext.errors import FedcontextError
+from fedcontext.rotation import (
+    CHUNK,
+    Key,
+    Vector,
+    as_matrix,
+    blocks_of,
+    groups,
+    rotate,
+    rotate_back,
+    signs_of,
+    sources_of,
+)
 
-Vector: TypeAlias = npt.NDArray[np.float32]
 Codes: TypeAlias = npt.NDArray[np.uint8]
-Key: TypeAlias = Sequence[int]  # such as (seed, round, stream, device): whole numbers, 0 or more
 
 HEADER = struct.Struct("<BBQ")  # version, bits, number of entries
 VERSION = 1
-SMALLEST, LARGEST = 2**7, 2**15  # entries of a block: smaller ones are biased, larger ones no better and slower
-CHUNK = 2**18  # entries processed at once, which bounds the memory; part of the format, as are the constants above
 SCALE_LIMIT = 1e35  # a restored entry is at most scale · √LARGEST · largest level and must be finite in float32
 
 
@@ -74,7 +81,7 @@ class Codec:
         """
         if self.bits == 32:
             return HEADER.size + 4 * size
-        return HEADER.size + sum(count * (4 + length * self.bits // 8) for _, count, length in _groups(size))
+        return HEADER.size + sum(count * (4 + length * self.bits // 8) for _, count, length in groups(size))
 
     def encode(self, vector: npt.ArrayLike, key: Key) -> bytes:
         """Return a header, then for each group of blocks the float32 scales and the packed levels.
@@ -84,7 +91,7 @@ class Codec:
         ...
         fedcontext.errors.FedcontextError: the vector has entries that are not finite
         """
-        values = _matrix([vector])
+        values = as_matrix([vector])
         parts = [HEADER.pack(VERSION, self.bits, values.shape[1])]
         if self.bits == 32:
             return parts[0] + _finite(values).astype("<f4").tobytes()
@@ -109,13 +116,13 @@ class Codec:
             raise FedcontextError(f"expected version, bits and entries {(VERSION, self.bits, size)}, got {header}")
         if self.bits == 32:
             return _finite(np.frombuffer(data, "<f4", offset=HEADER.size))
-        result, position, sources = np.empty(size, np.float32), HEADER.size, _sources([key])
-        for start, count, length in _groups(size):
+        result, position, sources = np.empty(size, np.float32), HEADER.size, sources_of([key])
+        for start, count, length in groups(size):
             scales = _scales(np.frombuffer(data, "<f4", count, position))
             packed = np.frombuffer(data, np.uint8, count * length * self.bits // 8, position + scales.nbytes)
             position += scales.nbytes + packed.nbytes
             codes = np.packbits(np.unpackbits(packed).reshape(-1, self.bits), axis=1) >> np.uint8(8 - self.bits)
-            blocks = self._restored(scales, codes.reshape(count, length), _signs(sources, count, length))
+            blocks = self._restored(scales, codes.reshape(count, length), signs_of(sources, count, length))
             result[start : start + blocks.size] = blocks.reshape(-1)[: size - start]
         return result
 
@@ -126,7 +133,7 @@ class Codec:
         (2, 5)
         """
         single = np.ndim(vectors) == 1
-        values, keys = (_matrix([vectors]), [key]) if single else (_matrix(vectors), key)
+        values, keys = (as_matrix([vectors]), [key]) if single else (as_matrix(vectors), key)
         if len(keys) != len(values):
             raise FedcontextError(f"{len(values)} vectors need one key each, got {len(keys)} keys")
         result = _finite(values) if self.bits == 32 else self._rows(values, keys)
@@ -145,82 +152,25 @@ class Codec:
         self, values: npt.NDArray[Any], keys: Sequence[Any]
     ) -> Iterator[tuple[int, Vector, Codes, list[Vector]]]:
         """Yield (first entry, scales (B,), codes (B, L), signs) for each group of B blocks with L entries."""
-        sources, levels = _sources(keys), _levels(self.bits)
-        for start, count, length in _groups(values.shape[1]):
-            blocks, signs = _blocks(values, start, count, length), _signs(sources, count, length)
+        sources, levels = sources_of(keys), _levels(self.bits)
+        for start, count, length in groups(values.shape[1]):
+            blocks, signs = blocks_of(values, start, count, length), signs_of(sources, count, length)
             peak = np.abs(blocks).max(axis=1)
             if not np.isfinite(peak).all():
                 raise FedcontextError("the vector has entries that are not finite")
             zero = peak == 0  # such a block has scale 0 and any codes
             units = (blocks / np.where(zero, 1, peak)[:, None]).astype(np.float32)  # whose squares cannot overflow
             energy = np.where(zero, 1, np.square(units).sum(axis=1))
-            rotated = units
-            for sign in signs:
-                rotated = _hadamard(rotated * sign)
+            rotated = rotate(units, signs)
             codes = _nearest(rotated * np.sqrt(length / energy)[:, None].astype(np.float32), self.bits)
             match = np.where(zero, 1, (levels[codes] * rotated).sum(axis=1))
             yield start, _scales(peak * (energy / match)), codes, signs
 
     def _restored(self, scales: Vector, codes: Codes, signs: list[Vector]) -> Vector:
-        blocks = _levels(self.bits)[codes]
-        for sign in reversed(signs):
-            blocks = _hadamard(blocks) * sign
-        return blocks * scales[:, None]
+        return rotate_back(_levels(self.bits)[codes], signs) * scales[:, None]
 
 
 IDENTITY = Codec(bits=32)
-
-
-def _groups(size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first entry, number of blocks, entries per block), largest blocks first; only the last one is padded.
-
-    >>> list(_groups(600))
-    [(0, 1, 512), (512, 1, 128)]
-    """
-    start = 0
-    while (left := size - start) > 0:
-        length = max(SMALLEST, min(LARGEST, 1 << left.bit_length() - 1))
-        count = max(1, min(left, CHUNK) // length)
-        yield start, count, length
-        start += count * length
-
-
-def _blocks(values: npt.NDArray[Any], start: int, count: int, length: int) -> npt.NDArray[np.float64]:
-    part = values[:, start : start + count * length].astype(float)
-    return np.pad(part, ((0, 0), (0, count * length - part.shape[1]))).reshape(-1, length)
-
-
-def _sources(keys: Sequence[Key]) -> list[np.random.PCG64]:
-    try:
-        return [np.random.PCG64([index(number) for number in key]) for key in keys]
-    except (TypeError, ValueError):
-        raise FedcontextError(f"a key must be a tuple of whole numbers, 0 or more, got {keys!r}") from None
-
-
-def _signs(sources: list[np.random.PCG64], count: int, length: int) -> list[Vector]:
-    """Return one (vectors · count, length) array of ±1 per rotation, from raw bits: equal in all versions of NumPy."""
-    rotations = 3 if length < 1024 else 2  # with fewer, vectors with few large entries are restored with a bias
-    raw = np.stack([source.random_raw(rotations * count * length // 64) for source in sources]).astype("<u8")
-    signs = 1 - 2 * np.unpackbits(raw.view(np.uint8), axis=1).astype(np.float32)
-    return [part.reshape(-1, length) for part in np.split(signs, rotations, axis=1)]
-
-
-def _hadamard(blocks: Vector) -> Vector:
-    """Return the orthonormal Hadamard transform of each row; it is its own inverse.
-
-    Every stage writes the sums of neighbours, then their differences; log₂ L stages restore the order. Without
-    BLAS, so that the result depends neither on the machine nor on the other rows.
-
-    >>> _hadamard(np.array([[1, 0, 0, 0]], np.float32))
-    array([[0.5, 0.5, 0.5, 0.5]], dtype=float32)
-    """
-    half = blocks.shape[1] // 2
-    source, target = blocks.copy(), np.empty_like(blocks)
-    for _ in range(half.bit_length()):
-        np.add(source[:, 0::2], source[:, 1::2], out=target[:, :half])
-        np.subtract(source[:, 0::2], source[:, 1::2], out=target[:, half:])
-        source, target = target, source
-    return source * np.float32((2 * half) ** -0.5)
 
 
 def _nearest(values: Vector, bits: int) -> Codes:
@@ -258,15 +208,6 @@ def _distortion(bits: int) -> float:
     shares = np.array([normal.cdf(high) - normal.cdf(low) for low, high in pairwise(edges)])
     means = np.array([normal.pdf(low) - normal.pdf(high) for low, high in pairwise(edges)])  # E z in each cell
     return float(1 - 2 * levels @ means + np.square(levels) @ shares)
-
-
-def _matrix(vectors: Any) -> npt.NDArray[Any]:
-    values = np.asarray(vectors)
-    if values.ndim != 2 or values.dtype.kind not in "fiu":
-        raise FedcontextError(
-            f"expected a vector of real numbers, or one in each row, got {values.dtype} {values.shape}"
-        )
-    return values
 
 
 def _scales(values: npt.NDArray[Any]) -> Vector:

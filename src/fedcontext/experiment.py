@@ -71,6 +71,11 @@ class Experiment:
         GRADIENT_BITS,
         "Bits an entry of the probes' gradients on the uplink, 1 to 8 or 32 (exact); auto is 2 to 4 for memory, else 32",
     )
+    sketch: int = setting(
+        0,
+        integer(0),
+        "Numbers that a probe sends in place of its gradient, for the contextual rules; 0 sends the gradient",
+    )
     pool: int | Literal["all"] = setting(
         "all", integer(0, "all"), "Devices that train beside the cohort, for the expected rules"
     )

@@ -77,7 +77,8 @@ def prepare(
         warnings.warn(
             f"averaging has no effect on rule '{algorithm.rule.name}', which uses the plain mean", stacklevel=2
         )
-    coding = coding_for(experiment.gradient_bits, memory, experiment.probes == "cohort")
+    _check_sketch(experiment.sketch, algorithm.rule)
+    coding = coding_for(experiment.gradient_bits, memory, experiment.probes == "cohort", experiment.sketch)
     beta = algorithm.rule.smoothness or beta  # the bound is reported at the rule's own β
     disturbance = _disturbance(experiment, data, engine, algorithm, model, own_engine)
     root = _root(experiment, data, model) if algorithm.rule.needs & {"root", "root gradient"} else None
@@ -158,6 +159,15 @@ def _check_combination(algorithm: Algorithm, engine: Engine) -> None:
     if algorithm.variates.plain_sgd and algorithm.local.momentum:
         raise FedcontextError(
             f"algorithm '{algorithm.name}' does not support momentum (got {algorithm.local.momentum}); use 0"
+        )
+
+
+def _check_sketch(sketch: int, rule: AnyRule) -> None:
+    """Refuse sketches where more than slopes along the updates is needed of a gradient."""
+    if sketch and (rule.needs & {"differences", "own gradients"} or getattr(rule, "gradients", "mean") != "mean"):
+        raise FedcontextError(
+            f"sketch gives slopes along the updates, and rule '{rule.name}' needs whole gradients; use sketch 0, or a "
+            "contextual rule such as fedavg-contextual"
         )
 
 

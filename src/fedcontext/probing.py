@@ -1,4 +1,4 @@
-"""What probes answer: gradients at the present params and their differences to the last, through a few-bit code."""
+"""What probes answer: gradients at the present params and their differences to the last, as codes or sketches."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import numpy as np
 from fedcontext.arrays.tree import Structure, leaves, rebuild
 from fedcontext.codec import IDENTITY, Codec
 from fedcontext.engines.base import Engine
+from fedcontext.errors import FedcontextError
 from fedcontext.fleet import ProbeCost
 from fedcontext.plan import IntArray, Stream
+from fedcontext.sketch import Sketch
 from fedcontext.sums import flat, unflat
 
 
@@ -19,7 +21,7 @@ from fedcontext.sums import flat, unflat
 class Coding:
     """The codes of gradients and of gradient differences on the uplink."""
 
-    gradient: Codec = IDENTITY
+    gradient: Codec | Sketch = IDENTITY
     difference: Codec = IDENTITY
 
     @property
@@ -39,19 +41,31 @@ class Coding:
         return ProbeCost(len(sent), up, model_bytes if differences else 0)
 
 
-def coding_for(bits: int | str, memory: bool, cohort_probes: bool) -> Coding:
-    """Return the codes for a setting of bits an entry: differences get half of the gradients' bits.
+def coding_for(bits: int | str, memory: bool, cohort_probes: bool, sketch: int = 0) -> Coding:
+    """Return the codes for a setting of bits an entry, or of numbers in a ``sketch`` in place of gradients.
+
+    >>> coding_for("auto", memory=False, cohort_probes=False, sketch=64).gradient
+    Sketch(numbers=64)
+    """
+    if sketch and bits not in ("auto", IDENTITY.bits):
+        raise FedcontextError(f"sketch and gradient_bits cannot be combined, got {sketch} and {bits}: give one of them")
+    gradient, difference = bits_for(bits, memory, cohort_probes)
+    return Coding(Sketch(sketch) if sketch else Codec(gradient), Codec(difference))
+
+
+def bits_for(bits: int | str, memory: bool, cohort_probes: bool) -> tuple[int, int]:
+    """Return the bits an entry of gradients and of differences, which get half of the gradients' bits.
 
     "auto" is exact vectors for every rule but the one with memory, for which 4 bits where the cohort probes and 2 bits where
     other devices do cost about the same.
 
-    >>> coding_for("auto", memory=True, cohort_probes=False).gradient.bits
-    2
+    >>> bits_for("auto", memory=True, cohort_probes=False)
+    (2, 1)
     """
     if bits == "auto":
         bits = (4 if cohort_probes else 2) if memory else IDENTITY.bits
     number = int(bits)
-    return Coding() if number == IDENTITY.bits else Coding(Codec(number), Codec(max(1, number // 2)))
+    return number, number if number == IDENTITY.bits else max(1, number // 2)
 
 
 def probe_answers(
@@ -75,7 +89,9 @@ def probe_answers(
     return _coded(gradients, coding.gradient, devices, (*key, Stream.GRADIENT_CODE)), differences
 
 
-def _coded(vectors: Sequence[Structure], codec: Codec, devices: IntArray, key: tuple[int, int, int]) -> list[Structure]:
+def _coded(
+    vectors: Sequence[Structure], codec: Codec | Sketch, devices: IntArray, key: tuple[int, int, int]
+) -> list[Structure]:
     """Return what the server decodes."""
     if codec == IDENTITY or not vectors:
         return list(vectors)

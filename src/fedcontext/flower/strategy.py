@@ -27,7 +27,7 @@ from fedcontext.flower.roster import Roster, snapshot, wait_for_nodes
 from fedcontext.flower.run_log import RunLog, RunState, loss_and_accuracy, round_metrics, round_record
 from fedcontext.memory import contextual_memory
 from fedcontext.plan import Probes
-from fedcontext.probing import coding_for
+from fedcontext.probing import bits_for
 from fedcontext.rules import AnyRule, Rule, contextual
 from fedcontext.server import ServerOptimizer
 from fedcontext.settings import integer
@@ -309,8 +309,7 @@ class ContextualStrategy(Strategy):
 
     def _bits_of(self, rule: AnyRule, probes: Probes) -> tuple[int, int]:
         """Return the bits of gradients and differences."""
-        coding = coding_for(self.gradient_bits, "differences" in rule.needs, probes == "cohort")
-        return coding.gradient.bits, coding.difference.bits
+        return bits_for(self.gradient_bits, "differences" in rule.needs, probes == "cohort")
 
     def _identity(self, rule: AnyRule) -> dict[str, Any]:
         """Return the settings that determine a round: a checkpoint is resumed only with the same ones."""
