@@ -31,7 +31,7 @@ from fedcontext.defences import OFF, Defences, Screened, lower_median, screen
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.geometry import Geometry, Name, Report, Structures, Vectors, measure, norms_of, shares
 from fedcontext.rules import AnyRule, CoordinateRule, Rule, State, SumRule, bound
-from fedcontext.sums import Sums, by_coordinate, dot, sums_of, unflat
+from fedcontext.sums import Sums, by_coordinate, dot, flat, sums_of, unflat
 from fedcontext.validation import output_leaves, raise_not_finite, select_leaves, validate
 
 
@@ -244,7 +244,16 @@ def _apply_weights(
     }
     products = measure(vectors, model.order, "own gradients" in rule.needs, scratch)
     norms = np.sqrt(np.diag(products.gram))
-    screened = screen(vectors, norms, model.order, model.rest, defences, scale_free=rule.scale_free, scratch=scratch)
+    screened = screen(
+        vectors,
+        norms,
+        model.order,
+        model.rest,
+        defences,
+        scale_free=rule.scale_free,
+        weighs="samples" in rule.needs or bool(model.averaged),
+        scratch=scratch,
+    )
     screened = combined_probes(screened, vectors, model.order, rule.gradients, sums=False, scratch=scratch)
     geometry, kept = screened.geometry(products, vectors.steps), screened.devices
     if not geometry.finite:
@@ -293,7 +302,17 @@ def _apply_sums(
         if kind_of(leaf) == "floating":
             _largest(name, leaf, scratch)  # refuses params that are not finite
     norms = norms_of(vectors.updates, model.order, scratch)
-    screened = screen(vectors, norms, model.order, model.rest, defences, scratch=scratch)
+    vectors = replace(vectors, probe_weights=None)  # sums count every probe alike
+    screened = screen(
+        vectors,
+        norms,
+        model.order,
+        model.rest,
+        defences,
+        weighs=bool(model.averaged),
+        bends=_bends(rule, model, vectors, state) if defences.max_concavity else None,
+        scratch=scratch,
+    )
     kept, info, motion = screened.devices, dict[str, Any](), Motion()
     if isinstance(rule, CoordinateRule):
         vector = by_coordinate(rule.combine, vectors.updates, model.order, screened.factors, scratch)
@@ -327,6 +346,16 @@ def _apply_sums(
         return _with_integers(combined(_zeros_like(model.leaves), None), new, model, scratch)
 
     return Aggregation(new, weights, nan, None, state, screened, info, motion, make_step=step)
+
+
+def _bends(rule: SumRule | CoordinateRule, model: _Model, vectors: Vectors, state: State) -> FloatArray | None:
+    """Return (P,) <y, s> of each probe's gradient difference and the last step, or None where the rule has none."""
+    last = rule.last_step(state) if isinstance(rule, SumRule) else None
+    size = sum(size_of(model.leaves[name]) for name in model.order)
+    if last is None or len(last) != size or not vectors.differences:
+        return None
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.array([dot(flat(each, model.order), last) for each in vectors.differences])
 
 
 def _with_integers(step: Structure, new: Structure, model: _Model, scratch: int) -> Structure:

@@ -7,8 +7,8 @@ others are aggregated as if it had not been asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -33,16 +33,18 @@ class Defences:
     max_update: float = 10.0  # largest norm of an update
     max_samples: float = 3.0  # largest sample count, where counts weigh devices or probes
     max_step: float = 10.0  # largest norm of the step, in median updates; for rules whose step depends on their lengths
+    max_concavity: float = 0.1  # most that the loss may bend down along the last step, in median bends up; with memory
     outlier: float = 1000.0  # a longer vector costs its device the round, as NaN does; 0 makes NaN an error
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if isinstance(value, bool) or not (value == 0 or 1 <= value < np.inf):
-                raise FedcontextError(f"{each.name} must be 0 (off) or at least 1, got {value!r}")
+            least = 0.1 if each.name == "max_concavity" else 1
+            if isinstance(value, bool) or not (value == 0 or least <= value < np.inf):
+                raise FedcontextError(f"{each.name} must be 0 (off) or at least {least}, got {value!r}")
 
 
-OFF = Defences(0, 0, 0, 0, 0)
+OFF = Defences(0, 0, 0, 0, 0, 0)
 
 
 class TooFewUsable(FedcontextError):
@@ -84,22 +86,30 @@ class Sent:
 
     @property
     def shares(self) -> FloatArray:
-        """The norms in medians; 0 where no vector has a length."""
+        """The norms in medians; 0 where no vector has a length, NaN where it is not known."""
         median = lower_median(self.norms)
         return self.norms / median if median else 0 * self.norms
 
     @property
     def factors(self) -> FloatArray:
         """What to multiply each vector with."""
-        return np.minimum(1, self.limit / self.shares.clip(1)) if self.limit else np.ones(len(self.norms))
+        shares = self.shares
+        longer = (shares > self.limit) & bool(self.limit)
+        return np.divide(self.limit, shares, out=np.ones(len(shares)), where=longer)
+
+    def without(self, excluded: Collection[Name]) -> Sent:
+        """Return these vectors as if those of some devices had not been sent."""
+        return replace(self, norms=np.where([name in excluded for name in self.names], np.nan, self.norms))
 
     @property
     def clipped(self) -> dict[Name, str]:
-        """Whose vector is clipped, and from where to where."""
+        """Whose vector is clipped, and from where to where; and whose is so short that it looks wrong."""
+        rows, least = zip(self.names, self.shares, self.factors, strict=True), 1 / (self.outlier or np.inf)
         return {
-            name: f"{self.kind}: {share:.3g} times the median norm, clipped to {self.limit:g}"
-            for name, share, factor in zip(self.names, self.shares, self.factors, strict=True)
-            if factor < 1
+            name: f"{self.kind}: {share:.3g} times the median norm"
+            + (f", clipped to {self.limit:g}" if share > 1 else "")
+            for name, share, factor in rows
+            if factor < 1 or 0 < share < least
         }
 
     @property
@@ -171,6 +181,8 @@ def screen(
     defences: Defences,
     *,
     scale_free: bool = False,
+    weighs: bool = True,
+    bends: FloatArray | None = None,
     scratch: int = SCRATCH,
 ) -> Screened:
     """Return whose vectors are used, and how far each is clipped; raise `TooFewUsable` if most are not finite.
@@ -182,6 +194,8 @@ def screen(
         rest: the other leaves.
         defences: the limits.
         scale_free: whether the step does not depend on the updates' lengths: then none of them is out of proportion.
+        weighs: whether the devices' sample counts weigh anything; else only those out of all proportion are named.
+        bends: (P,) inner products of the gradient differences with the last step, where the rule knows it.
         scratch: bytes of a block.
     """
     names, longest = vectors.names, defences.max_gradient
@@ -198,26 +212,32 @@ def screen(
     differences = sent("gradient difference", names.probes, vectors.differences, measured, longest)
     own = sent("gradient", names.devices, vectors.own_gradients, measured, longest) if vectors.gradients else gradients
     others = sent("update outside the geometry", names.devices, vectors.updates, rest, defences.max_update)
-    groups = updates, gradients, differences, own, others
+    groups: Sequence[Sent] = (updates, gradients, differences, own, others)
     excluded = _excluded(vectors, groups) if defences.outlier else {}
-    samples = capped(vectors.samples, defences.max_samples)
-    weights = None if vectors.probe_weights is None else capped(vectors.probe_weights, defences.max_samples)
-    notes = [note for group in groups for note in group.clipped.items()]
-    notes += _caps(names.devices, vectors.samples, samples) + _caps(names.probes, vectors.probe_weights, weights)
+    groups = [group.without(excluded) for group in groups]
+    updates, gradients, differences, own, others = groups
+    kept = _padded([name not in excluded for name in everyone], len(rows)) > 0
+    probes = _padded([name not in excluded for name in names.probes], len(vectors.probes)) > 0
+    concave = _concave(names.probes, bends, probes, defences.max_concavity)
+    counts, weights = np.where(kept[: len(vectors.samples)], vectors.samples, 0), vectors.probe_weights
+    weights = None if weights is None else np.where(probes, weights, 0)
+    most, named_from = defences.max_samples, defences.max_samples if weighs else defences.outlier or np.inf
+    notes = [note for group in groups for note in group.clipped.items()] + list(concave.items())
+    notes += _caps(names.devices, counts, most, named_from) + _caps(names.probes, weights, most, most)
     return Screened(
         names=names.devices,
-        kept=_padded([name not in excluded for name in everyone], len(rows)) > 0,
-        probes=_padded([name not in excluded for name in names.probes], len(vectors.probes)) > 0,
+        kept=kept,
+        probes=_padded([name not in {**excluded, **concave} for name in names.probes], len(probes)) > 0,
         updates=_padded(updates.factors, len(rows)),
         gradients=_padded(gradients.factors, len(vectors.probes)),
         differences=differences.factors,
         own_gradients=own.factors,
         rest=others.factors,
         rest_norms=others.norms,
-        samples=vectors.samples if samples is None else samples,
-        probe_weights=weights,
+        samples=capped(counts, most),
+        probe_weights=None if weights is None else capped(weights, most),
         excluded=excluded,
-        clipped=_joined((name, what) for name, what in notes if name not in excluded),
+        clipped=_joined(notes),
     )
 
 
@@ -246,13 +266,28 @@ def capped(counts: FloatArray, multiple: float) -> FloatArray:
     return np.minimum(counts, multiple * lower_median(counts)) if multiple else counts
 
 
-def _caps(names: Sequence[Name], sent: FloatArray | None, used: FloatArray | None) -> list[tuple[Name, str]]:
-    if not names or sent is None or used is None:
+def _caps(names: Sequence[Name], counts: FloatArray | None, most: float, named_from: float) -> list[tuple[Name, str]]:
+    """Return notes on counts of more than ``named_from`` medians, which are capped to ``most``."""
+    median = 0.0 if counts is None else lower_median(counts)
+    if not names or counts is None or not median or not most:
         return []
-    largest, median = used.max(), lower_median(sent)
-    share = f"capped to {largest / median:g}" if median else ""
-    rows = zip(names, sent / (median or 1), sent > used, strict=True)
-    return [(name, f"samples: {count:.3g} times the median, {share}") for name, count, more in rows if more]
+    shares = zip(names, counts / median, strict=True)
+    return [(n, f"samples: {x:.3g} times the median, capped to {most:g}") for n, x in shares if x > named_from]
+
+
+def _concave(names: Sequence[Name], bends: FloatArray | None, probes: BoolArray, most: float) -> dict[Name, str]:
+    """Return whose gradients are not used: those along which the loss bends down where for most devices it bends up.
+
+    That is the mark of a reversed gradient: for a convex loss <∇F(w) - ∇F(w'), w - w'> is never negative.
+    """
+    median = float(np.median(bends[probes])) if bends is not None and len(names) else 0.0
+    if bends is None or not most or not median > 0:
+        return {}
+    return {
+        name: f"gradient: bends the loss down along the last step, {share:.3g} times the median, and is not used"
+        for name, share, used in zip(names, bends / median, probes, strict=True)
+        if used and share < -most
+    }
 
 
 def _padded(values: Sequence[bool] | FloatArray, count: int) -> FloatArray:

@@ -138,6 +138,11 @@ class Experiment:
     max_step: float = setting(
         SAFE.max_step, number(), "Steps of averaging rules are at most this multiple of the median update; 0 disables"
     )
+    max_concavity: float = setting(
+        SAFE.max_concavity,
+        number(),
+        "Gradients along which the loss bends down by this multiple of the median bend are not used (memory); 0 disables",
+    )
     outlier: float = setting(
         SAFE.outlier,
         number(),

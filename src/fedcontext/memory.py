@@ -91,7 +91,10 @@ def contextual_memory(settings: MemorySettings | None = None) -> SumRule:
         vector, after, info = memory_step(sums, memory, chosen, np.inf if population is None else population)
         return vector, vars(after), info
 
-    return SumRule("contextual memory", step, frozenset({"gradient", "differences"}))
+    def last_step(state: State) -> FloatArray | None:
+        return None if state is None else state["step"]
+
+    return SumRule("contextual memory", step, frozenset({"gradient", "differences"}), last_step=last_step)
 
 
 def memory_step(

@@ -58,7 +58,8 @@ class SumRule:
     """A rule that sees sums over devices alone: ``step(sums, state, population) -> (step, state, info)``.
 
     The step is a flat float64 vector over the floating-point leaves, ``population`` the total number of devices (None
-    where unknown) and ``info`` diagnostics, which do not affect the step.
+    where unknown) and ``info`` diagnostics, which do not affect the step. ``last_step(state)`` is the last step, where the
+    rule keeps it: the defences look whether a probe's gradient difference fits it.
     """
 
     name: str
@@ -67,6 +68,7 @@ class SumRule:
     init: Callable[[Structure], State] = _no_state
     smoothness: None = None
     scale_free: bool = False
+    last_step: Callable[[State], FloatArray | None] = _no_state
     gradients: Combination = "mean"  # how the probes' gradients are combined; set by `robust_gradients`
 
     def __post_init__(self) -> None:

@@ -174,6 +174,61 @@ def test_an_update_out_of_all_proportion_is_left_out_and_named(tmp_path: Path, r
         assert not record.lost
 
 
+def test_an_answer_to_another_devices_message_is_not_taken_for_its_reply(tmp_path: Path) -> None:
+    seen: dict[int, Message] = {}
+
+    def meddle(partition: int, message: Message, reply: Message) -> list[Message]:
+        if partition != BAD:
+            forged = Message(RecordDict(dict(reply.content)), reply_to=message)
+            forged.metadata.__dict__["_src_node_id"] = liar
+            seen[partition] = forged
+            return [reply, forged]
+        return [reply]
+
+    grid = MemoryGrid(APP, range(5), meddle=meddle)
+    (liar,) = [node for node, partition in grid.partitions.items() if partition == BAD]
+    strategy(tmp_path).start(grid, record_of(START), 1)
+    (record,) = fc.read_run(tmp_path / "run.jsonl")[1]
+    assert len(seen) == 4
+    assert sorted(record.devices) == [0, 1, 2, 3, 4]
+    assert record.excluded == {}
+
+
+@pytest.mark.parametrize(
+    "meddle",
+    [
+        changed(GRADIENT, running_mean=np.ones(2, np.float32)),
+        changed(GRADIENT, w=None),
+        changed(GRADIENT, w=None, b=None),
+        with_samples(2**53),
+        changed(UPDATE, w=np.full(4, 1e38, np.float32)),
+        changed(GRADIENT, w=np.full(4, -1e30, np.float32)),
+    ],
+    ids=["adds a leaf", "lacks a leaf", "lacks all leaves", "many samples", "long update", "long gradient"],
+)
+@pytest.mark.parametrize("devices", [2, 3, 10])
+@pytest.mark.parametrize("rule", [fc.contextual(2), fc.contextual_memory(), fc.by_samples()], ids=lambda r: r.name)
+def test_no_device_gets_another_one_excluded_or_a_round_lost(tmp_path: Path, rule, devices: int, meddle) -> None:
+    bad = {0: BAD, BAD: 0}  # so that two devices are enough
+    swapped = MemoryGrid(APP, range(devices), meddle=lambda k, message, reply: meddle(bad.get(k, k), message, reply))
+    found = strategy(tmp_path, rule=rule, probes="cohort", gradient_bits=32).start(swapped, record_of(START), 3)
+    for record in fc.read_run(tmp_path / "run.jsonl")[1]:
+        assert set(record.excluded) <= {0}
+        assert not record.lost
+    assert all(np.abs(array).max() < 100 for array in arrays_of(found.arrays).values())
+
+
+@pytest.mark.parametrize("metrics", [{"loss": float("nan")}, {"other": 1.0}, {"loss": [1.0, 2.0]}, {"loss": 9.0}])
+def test_no_device_spoils_the_training_metrics(tmp_path: Path, metrics: dict) -> None:
+    def meddle(partition: int, message: Message, reply: Message) -> list[Message]:
+        lie = {"num-examples": 2**53, **metrics} if partition == BAD else {"num-examples": 10, "loss": 1.0}
+        reply.content["metrics"] = MetricRecord(lie)
+        return [reply]
+
+    found = strategy(tmp_path).start(MemoryGrid(APP, range(10), meddle=meddle), record_of(START), 1)
+    assert found.train_metrics_clientapp[1]["loss"] <= (9 * 1.0 + 3 * 9.0) / 12 + 1e-9
+
+
 def test_a_leaf_that_one_gradient_has_alone_changes_nothing(tmp_path: Path) -> None:
     meddle = changed(GRADIENT, running_mean=np.ones(2, np.float32))
     models = [

@@ -153,13 +153,14 @@ def _server_step(
 
 
 def _leaves_without_gradient(params: Arrays, replies: Sequence[Reply]) -> set[str]:
-    """Return the leaves that more than half of the gradients lack: buffers, such as BatchNorm's running statistics.
+    """Return the leaves that half of the gradients or more lack: buffers, such as BatchNorm's running statistics.
 
-    The majority decides, so that a device that adds or omits a leaf affects only its own reply.
+    The majority decides, so that a device that adds or omits a leaf affects only its own reply. Of two devices neither is
+    the majority: then a leaf is averaged, which excludes nobody. A gradient without any leaf of the params has no vote.
     """
-    gradients = [reply.gradient for reply in replies if reply.gradient is not None]
-    counts = Counter(name for gradient in gradients for name in gradient)
-    return {name for name in params if 2 * counts[name] < len(gradients)} if gradients else set()
+    voters = [set(reply.gradient) & set(params) for reply in replies if reply.gradient is not None]
+    counts = Counter(name for names in voters for name in names)
+    return {name for name in params if 2 * counts[name] <= sum(map(bool, voters))} if any(voters) else set()
 
 
 def _defect(params: Arrays, reply: Reply, buffers: set[str], layers: Sequence[str | int] | None) -> str:
@@ -189,16 +190,23 @@ def usable_evaluations(
 
     The sample counts, by which metrics are averaged, are capped as those of updates are.
     """
-    replies = list(replies)
-    errors = [reply for reply in replies if reply.has_error()]
-    finite = [reply for reply in replies if reply.has_content() and _has_finite_metrics(reply.content, samples_key)]
-    finite.sort(key=lambda reply: device_of(reply.metadata.src_node_id) or 0)
-    forms = [_form(reply.content) for reply in finite]
-    common = Counter(forms).most_common(1)
-    usable = [reply for reply, form in zip(finite, forms, strict=True) if form == common[0][0]]
+    replies = sorted(replies, key=lambda reply: device_of(reply.metadata.src_node_id) or 0)
+    usable = usable_metrics([reply.content for reply in replies if reply.has_content()], samples_key, defences)
+    kept = {id(content) for content in usable}
+    good = [reply for reply in replies if reply.has_content() and id(reply.content) in kept]
+    return good + [reply for reply in replies if reply.has_error()]
+
+
+def usable_metrics(
+    contents: Sequence[RecordDict], samples_key: str, defences: Defences | None = None
+) -> list[RecordDict]:
+    """Return the contents whose metrics are finite and of the most common form, with sample counts capped."""
+    finite = [content for content in contents if _has_finite_metrics(content, samples_key)]
+    common = Counter(map(_form, finite)).most_common(1)
+    usable = [content for content in finite if _form(content) == common[0][0]]
     if usable and defences:
-        _cap_samples([_metrics(reply) for reply in usable], samples_key, defences.max_samples)
-    return usable + errors
+        _cap_samples([next(iter(c.metric_records.values())) for c in usable], samples_key, defences.max_samples)
+    return usable
 
 
 def _cap_samples(records: Sequence[MetricRecord], samples_key: str, multiple: float) -> None:
@@ -206,11 +214,6 @@ def _cap_samples(records: Sequence[MetricRecord], samples_key: str, multiple: fl
     for record, count in zip(records, capped(counts, multiple).tolist(), strict=True):
         if count < record[samples_key]:
             record[samples_key] = count
-
-
-def _metrics(reply: Message) -> MetricRecord:
-    (record,) = reply.content.metric_records.values()
-    return record
 
 
 def _has_finite_metrics(content: RecordDict, samples_key: str) -> bool:

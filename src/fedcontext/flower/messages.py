@@ -145,14 +145,16 @@ def parse_replies(
 ) -> tuple[list[Reply], dict[int, str]]:
     """Return the replies in the order of the tasks, and the reason for each device that is excluded.
 
-    ``sent`` maps message ids to tasks. Replies are matched by message id, since error replies may not name their node.
+    ``sent`` maps message ids to tasks. Replies are matched by message id, since error replies may not name their node; one
+    that another device sent is not taken for the answer.
     """
     received: dict[str, list[Message]] = {identity: [] for identity in sent}
     parsed, excluded = [], dict[int, str]()
     for reply in replies:
-        if (identity := reply.metadata.reply_to_message_id) in received:
+        identity, device = reply.metadata.reply_to_message_id, device_of(reply.metadata.src_node_id)
+        if identity in received and device in (None, sent[identity].device):
             received[identity].append(reply)
-        elif (device := device_of(reply.metadata.src_node_id)) is not None:
+        elif device is not None:
             excluded[device] = "late or unsolicited reply"
     for identity, task in sent.items():
         excluded.pop(task.device, None)
@@ -160,6 +162,8 @@ def parse_replies(
             parsed.append(_parse(task, received[identity], params, extras, samples_key))
         except FedcontextError as error:
             excluded[task.device] = str(error)
+        except Exception as error:  # the reply is untrusted: whatever is wrong with it concerns its device alone
+            excluded[task.device] = printable(f"unreadable reply ({type(error).__name__}: {error})")
     return parsed, excluded
 
 

@@ -16,8 +16,9 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedcontext import checkpoint
 from fedcontext.aggregation import Motion
+from fedcontext.defences import Defences
 from fedcontext.diagnosis import Watch, diagnose
-from fedcontext.flower.exclusion import Carried, Outcome
+from fedcontext.flower.exclusion import Carried, Outcome, usable_metrics
 from fedcontext.flower.protocol import Arrays, metric
 from fedcontext.records import RoundRecord
 from fedcontext.run_file import append_records, open_run
@@ -129,7 +130,7 @@ def round_record(
     )
 
 
-def round_metrics(outcome: Outcome, strategy: FedAvg) -> MetricRecord:
+def round_metrics(outcome: Outcome, strategy: FedAvg, defences: Defences | None) -> MetricRecord:
     """Return the clients' training metrics, aggregated by ``strategy``, and those of the aggregation."""
     aggregation = outcome.aggregation
     ours: dict[str, Any] = {
@@ -142,6 +143,7 @@ def round_metrics(outcome: Outcome, strategy: FedAvg) -> MetricRecord:
         "lost": int(aggregation is None),
     }
     trained = [reply.content for reply in outcome.replies if reply.task.group]
+    trained = usable_metrics(trained, strategy.weighted_by_key, defences)
     return MetricRecord({**_client_metrics(trained, strategy), **{f"fedcontext.{k}": v for k, v in ours.items()}})
 
 

@@ -164,7 +164,7 @@ class ContextualStrategy(Strategy):
         outcome = self._aggregate(current, list(replies))
         for device, reason in sorted(outcome.excluded.items()):
             log.warning("\t> Excluded device %d: %s", device, reason)
-        metrics, aggregation = round_metrics(outcome, self.inner), outcome.aggregation
+        metrics, aggregation = round_metrics(outcome, self.inner, self.settings.defences), outcome.aggregation
         kept = aggregation and replace(aggregation, make_step=_no_step)
         self._outcome = replace(outcome, replies=(), aggregation=kept)  # frees the updates
         if aggregation is None:

@@ -1,0 +1,178 @@
+"""How far one device can move the model: properties of the defences, for every rule."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fedcontext as fc
+from fedcontext.defences import OFF, TooFewUsable, lower_median
+from fedcontext.errors import FedcontextError
+
+SIZE = 6
+RULES = {
+    "mean": fc.mean(),
+    "by samples": fc.by_samples(),
+    "folb": fc.folb(),
+    "fednova": fc.fednova(),
+    "fedexp": fc.fedexp(),
+    "contextual": fc.contextual(2.0),
+    "implied": fc.contextual("implied"),
+    "memory": fc.contextual_memory(),
+    "median": fc.coordinate_median(),
+}
+VALUES = st.sampled_from([0.0, 1e-30, -1e-3, 1.0, -50.0, 1e6, -1e30, 3e38, np.nan, np.inf, -np.inf])
+COUNTS = st.sampled_from([0, 1e-9, 1, 30, 2.0**53, 1e308, -1, np.nan, np.inf])
+
+
+def crowd(seed, count):
+    random = np.random.default_rng(seed)
+    updates, gradients = random.standard_normal((2, count, SIZE)).astype(np.float32)
+    return list(updates), list(gradients), list(random.integers(5, 50, count)), list(random.integers(1, 9, count))
+
+
+def norm(vector):
+    return float(np.linalg.norm(np.asarray(vector, np.float64)))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@given(
+    rule=st.sampled_from(list(RULES)),
+    seed=st.integers(0, 10**6),
+    count=st.integers(3, 12),
+    lies=st.tuples(VALUES, VALUES, COUNTS, COUNTS),
+)
+def test_no_reply_of_one_device_moves_the_model_further_than_a_multiple_of_the_others(rule, seed, count, lies):
+    updates, gradients, samples, steps = crowd(seed, count)
+    liar = seed % count
+    updates[liar], gradients[liar] = np.full(SIZE, lies[0], np.float32), np.full(SIZE, lies[1], np.float32)
+    samples[liar], steps[liar] = lies[2], lies[3]
+    result = fc.aggregate(
+        np.zeros(SIZE, np.float32), updates, own_gradients=gradients, samples=samples, steps=steps, rule=RULES[rule]
+    )
+    honest = [k for k in range(count) if k != liar]
+    longest = max(norm(updates[k]) for k in honest)
+    steepest = max(norm(gradients[k]) for k in honest)
+    assert norm(result.params) <= max(10 * longest, 3 * steepest / 2.0) * (1 + 1e-5)
+    assert set(result.excluded) <= {liar}
+    assert all(result.weights[k] == 0 for k in result.excluded)
+
+
+@given(st.integers(0, 10**6), st.integers(3, 12), st.sampled_from(list(RULES)))
+def test_a_device_that_sends_nan_is_as_good_as_absent(seed, count, rule):
+    updates, gradients, samples, steps = crowd(seed, count)
+    liar = seed % count
+    without = [[x for k, x in enumerate(given) if k != liar] for given in (updates, gradients, samples, steps)]
+    updates[liar] = np.full(SIZE, np.nan, np.float32)
+
+    def moved(updates, gradients, samples, steps):
+        given = {"own_gradients": gradients, "samples": samples, "steps": steps}
+        return fc.aggregate(np.zeros(SIZE, np.float32), updates, rule=RULES[rule], **given)
+
+    found, expected = moved(updates, gradients, samples, steps), moved(*without)
+    np.testing.assert_allclose(found.params, expected.params, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.delete(found.weights, liar), expected.weights, rtol=1e-5, atol=1e-6)
+    assert list(found.excluded) == [liar]
+    assert "has NaN or infinite entries" in found.excluded[liar]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 12), st.sampled_from(list(RULES)))
+def test_devices_within_the_limits_are_used_as_they_are(seed, count, rule):
+    updates, gradients, samples, steps = crowd(seed, count)
+    given = {"own_gradients": gradients, "samples": samples, "steps": steps, "rule": RULES[rule]}
+    wide = fc.Defences(100, 100, 100, 100, 0.1, 1000)
+    on, off = (fc.aggregate(np.zeros(SIZE, np.float32), updates, defences=d, **given) for d in (wide, None))
+    np.testing.assert_array_equal(on.params, off.params)
+    assert on.excluded == on.clipped == {}
+
+
+def test_each_limit_names_the_device_and_what_was_clipped():
+    updates = {name: np.full(4, 1.0) for name in "abcd"} | {"long": np.full(4, 20.0)}
+    result = fc.aggregate(np.zeros(4), updates, rule=fc.by_samples(), samples=[1, 1, 1, 9, 1])
+    assert result.clipped == {
+        "long": "update: 20 times the median norm, clipped to 10",
+        "d": "samples: 9 times the median, capped to 3",
+    }
+    np.testing.assert_allclose(result.params, (3 * 1 + 3 * 1 + 10) / 7)
+    np.testing.assert_allclose(list(result.applied.values()), result.weights)
+
+
+def test_a_gradient_out_of_proportion_costs_the_device_its_update_too():
+    updates = {k: np.eye(5)[k] for k in range(5)}
+    gradients = {k: -np.eye(5)[k] for k in range(5)} | {2: np.full(5, 1e12)}
+    result = fc.aggregate(np.zeros(5), updates, gradients=gradients, rule=fc.contextual(1.0))
+    assert list(result.excluded) == [2]
+    assert result.params[2] == 0
+
+
+def test_the_step_of_a_contextual_rule_does_not_feel_the_lengths_of_updates():
+    random = np.random.default_rng(0)
+    updates, gradient = random.standard_normal((10, 30)), random.standard_normal(30)
+    attacked = updates * np.where(np.arange(10) < 3, -1e9, 1.0)[:, None]
+    for rule in (fc.contextual(2.0), fc.fedmgda()):
+        plain, other = (
+            fc.aggregate(np.zeros(30), list(rows * (1 if rule.needs else abs(1))), gradient=gradient, rule=rule)
+            for rows in (updates, attacked if rule.needs else abs(attacked / updates) * updates)
+        )
+        np.testing.assert_allclose(other.params, plain.params, rtol=1e-6, atol=1e-9)
+        assert other.excluded == {}
+        assert set(other.clipped) == {0, 1, 2}
+
+
+def test_buffers_and_leaves_outside_the_geometry_are_bounded_too():
+    params = {"w": np.zeros(3), "mean": np.zeros(2), "count": np.zeros(1, np.int64)}
+    updates = [{"w": np.ones(3), "mean": np.ones(2), "count": np.ones(1, np.int64)} for _ in range(9)]
+    liar = {"w": np.ones(3), "mean": np.full(2, 500.0), "count": np.full(1, 400)}
+    result = fc.aggregate(params, [*updates, liar], rule=fc.mean(), buffers=["mean"])
+    assert (np.abs(result.params["mean"]) <= 2).all()
+    assert int(result.params["count"][0]) <= 2
+    layered = fc.aggregate(params, [*updates, {**liar, "w": np.full(3, 1e-9)}], rule=fc.mean(), layers=["w"])
+    assert norm(layered.params["mean"]) <= 2 * norm(updates[0]["mean"])
+
+
+def test_a_reversed_gradient_is_not_used_by_the_rule_with_memory():
+    random = np.random.default_rng(0)
+    centres, scale = 1 + 0.3 * random.standard_normal((10, 40)), 10.0 ** random.uniform(-2, 0, 40)
+    w, last, state = np.zeros(40), None, None
+    for number in range(4):
+        updates = {k: (1 - (1 - 0.3 * scale) ** 8) * (c - w) for k, c in enumerate(centres)}
+        gradients = {k: scale * (w - c) * (-1 if k == 3 else 1) for k, c in enumerate(centres)}
+        differences = None if last is None else [scale * (w - last) * (-1 if k == 3 else 1) for k in gradients]
+        given = {"gradients": gradients, "differences": differences, "state": state}
+        result = fc.aggregate(w, updates, rule=fc.contextual_memory(), **given)
+        assert result.excluded == {}
+        assert set(result.clipped) == ({3} if number else set())
+        last, state, w = w, result.state, result.params
+
+
+def test_too_few_usable_replies_are_an_error_that_names_them():
+    updates = {"a": np.ones(2), "b": np.full(2, np.nan), "c": np.full(2, np.inf)}
+    with pytest.raises(TooFewUsable, match="fewer than half of 3 updates are usable") as caught:
+        fc.aggregate(np.zeros(2), updates, rule=fc.mean())
+    assert set(caught.value.excluded) == {"b", "c"}
+    assert "b: update: the array has NaN" in str(caught.value)
+    with pytest.raises(FedcontextError, match="device b: the array has NaN"):
+        fc.aggregate(np.zeros(2), updates, rule=fc.mean(), defences=None)
+
+
+@given(st.lists(st.floats(1e-30, 1e30), min_size=3, max_size=20), st.floats(0, 1e300))
+def test_one_value_cannot_move_the_lower_median_beyond_the_others(others, lie):
+    assert min(others) <= lower_median(np.array([*others, lie])) <= max(others)
+
+
+def test_the_preset_of_the_paper_has_no_defences():
+    assert fc.presets.paper().defences == OFF
+    assert fc.Experiment().defences == fc.Defences()
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(fc.Defences)])
+@pytest.mark.parametrize("value", [0.05, -1, float("nan"), float("inf"), True])
+def test_limits_below_the_median_are_refused(name, value):
+    with pytest.raises(FedcontextError, match=f"{name} must be"):
+        fc.Defences(**{name: value})
+    with pytest.raises(FedcontextError, match=f"{name} must be"):
+        fc.Experiment(**{name: value})
