@@ -118,7 +118,9 @@ def test_flowers_simulation_agrees_with_the_simulator_and_repeats_itself_to_the_
     )
     options = ["--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(ray.port), "--database", "sim.db"]
     size = ["--federation-config", "num-supernodes=30 client-resources-num-cpus=1 init-args-num-cpus=2"]
-    config = "num-server-rounds=2 fraction-evaluate=0.0 max-epochs=2 learning-rate=0.05 seed=7 min-nodes=30 gradient-bits=32"
+    config = (
+        "num-server-rounds=2 fraction-evaluate=0.0 max-epochs=2 learning-rate=0.05 seed=7 min-nodes=30 gradient-bits=32"
+    )
     try:
         link = ray.start("superlink", "flower-superlink", *options, "--disable-runtime-dependency-installation")
         wait_until(lambda: listens(ray.port), "the SuperLink listens", alive=link)
