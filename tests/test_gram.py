@@ -135,7 +135,7 @@ def test_entries_that_are_not_finite_and_squares_that_overflow_are_reported():
         broken = rows.copy()
         broken[2, 77] = value
         with pytest.raises(FedcontextError, match="device 1: the array has NaN or infinite entries"):
-            fc.aggregate(rows[0], [broken[1], broken[2]], gradient=rows[3], rule=RULE)
+            fc.aggregate(rows[0], [broken[1], broken[2]], gradient=rows[3], rule=RULE, defences=None)
     huge = rows.astype(np.float64) * 1e200
     with pytest.raises(FedcontextError, match="overflow float64"):
-        fc.aggregate(huge[0], [*huge[1:3]], gradient=huge[3], rule=RULE)
+        fc.aggregate(huge[0], [*huge[1:3]], gradient=huge[3], rule=RULE, defences=None)

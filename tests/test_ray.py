@@ -71,7 +71,7 @@ def test_an_unknown_device_is_refused(two):
 
 
 def test_devices_that_diverge_on_several_workers_are_named_in_one_error(two, data):
-    experiment, messages = fc.Experiment(algorithm="folb", learning_rate=1e4, epochs=(1, 2), rounds=1), []
+    experiment, messages = fc.Experiment(algorithm="folb", learning_rate=1e4, epochs=(1, 2), rounds=1, outlier=0), []
     for engine in (two, engine_named("reference", data)):
         with pytest.raises(fc.FedcontextError, match=r"^devices .*: the loss turned NaN") as error:
             list(fc.prepare(experiment, data=data, engine=engine).run())
