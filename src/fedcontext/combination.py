@@ -26,7 +26,7 @@ COMBINATIONS: dict[str, str] = {
 }
 GROUPS = 5  # of the median of means
 TRIMMED = 0.3  # share of the probes that the trimmed mean leaves out
-ITERATIONS = 100  # of the geometric median, at most
+ITERATIONS = 1000  # of the geometric median, at most
 
 
 def check_combination(how: str) -> Combination:
@@ -111,9 +111,10 @@ def geometric_median_weights(gram: FloatArray, smoothing: float = 1e-6) -> Float
     weights = np.zeros(len(gram))
     weights[np.argmin(np.sqrt(distances(gram)).sum(axis=1))] = 1
     floor = smoothing * (float(np.median(np.sqrt(np.diag(gram)))) or 1.0)
-    for _ in range(ITERATIONS):
-        squares = np.diag(gram) - 2 * gram @ weights + weights @ gram @ weights
-        inverse = 1 / np.maximum(np.sqrt(squares.clip(0)), floor)
+    for iteration in range(ITERATIONS):
+        away = np.sqrt((np.diag(gram) - 2 * gram @ weights + weights @ gram @ weights).clip(0))
+        least = floor if iteration else max(floor, float(np.median(away)))  # else the first row would hold it for long
+        inverse = 1 / np.maximum(away, least)
         before, weights = weights, inverse / inverse.sum()
         if np.abs(weights - before).max() < 1e-9:
             break
