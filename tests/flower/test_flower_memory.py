@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import tracemalloc
 
 import numpy as np
@@ -43,8 +44,12 @@ def test_extra_memory_is_bounded_by_the_model_and_the_blocks(stock: bool) -> Non
         arrays, _ = strategy.aggregate_train(1, replies)
         peak = tracemalloc.get_traced_memory()[1] - before
         del replies, messages
-        gc.collect()  # Flower's records are in reference cycles
-        kept = tracemalloc.get_traced_memory()[0]
+        for _ in range(20):  # Flower's records are in reference cycles, and its threads may hold one for a moment
+            gc.collect()
+            kept = tracemalloc.get_traced_memory()[0]
+            if kept < 5 * 4 * SIZE:
+                break
+            time.sleep(0.1)
     finally:
         tracemalloc.stop()
     assert arrays is not None
