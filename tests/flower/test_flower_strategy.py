@@ -199,7 +199,7 @@ def test_the_robust_rules_run_in_a_strategy(text: str) -> None:
 @pytest.mark.parametrize("rule", [fc.fltrust(), fc.robust_gradients(fc.contextual(10), "trust")])
 def test_a_rule_that_needs_samples_on_the_server_is_refused(rule: fc.Rule) -> None:
     strategy = ContextualStrategy(FedAvg(), rule)
-    with pytest.raises(fc.FedcontextError, match=r"server's own (samples|data), which"):
+    with pytest.raises(fc.FedcontextError, match="server's own samples, which clients do not send"):
         strategy.start(MemoryGrid(APP, range(3), SETTINGS), record_of(task.initial_params(SETTINGS)), 1)
 
 

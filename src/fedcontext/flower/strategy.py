@@ -35,7 +35,11 @@ from fedcontext.settings import integer
 log = logging.getLogger("flwr")
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 DEFAULT_PROBES = 20
-SIMULATED_ONLY = {"root": "an update of the server's own data", "steps": "the number of local steps"}
+SIMULATED_ONLY = {
+    "root": "an update of the server's own samples",
+    "root gradient": "a gradient of the server's own samples",
+    "steps": "the number of local steps",
+}
 
 
 class ContextualStrategy(Strategy):
@@ -288,17 +292,13 @@ class ContextualStrategy(Strategy):
             raise FedcontextError(f"the function given as rule must return a rule, got {shown(self.rule)}")
         if missing := [about for need, about in SIMULATED_ONLY.items() if need in self.rule.needs]:
             raise FedcontextError(
-                f"rule '{self.rule.name}' needs {missing[0]}, which clients do not send: it is for simulations and aggregate"
+                f"rule '{self.rule.name}' needs {missing[0]}, which clients do not send: it is for simulations and "
+                "aggregate; use another rule, such as contextual_memory() or krum()"
             )
         if self.server is not None and "differences" in self.rule.needs:
             raise FedcontextError(
                 f"{self.server.name} cannot follow rule '{self.rule.name}', which models the step that it takes itself: "
                 f"write ContextualStrategy(FedAvg(...), rule=by_samples(), server={self.server.name}())"
-            )
-        if self.rule.needs & {"root", "root gradient"}:
-            raise FedcontextError(
-                f"rule '{self.rule.name}' needs the server's own samples, which the strategy does not hold; "
-                "use another rule, such as contextual_memory() or krum()"
             )
         return self.rule
 
