@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedcontext as fc
-from fedcontext.defences import OFF, TooFewUsable, lower_median
+from fedcontext.defences import OFF, NoneUsable, lower_median
 from fedcontext.errors import FedcontextError
 
 SIZE = 6
@@ -94,10 +94,10 @@ def test_each_limit_names_the_device_and_what_was_clipped():
     updates = {name: np.full(4, 1.0) for name in "abcd"} | {"long": np.full(4, 20.0)}
     result = fc.aggregate(np.zeros(4), updates, rule=fc.by_samples(), samples=[1, 1, 1, 9, 1])
     assert result.clipped == {
-        "long": "update: 20 times the median norm, clipped to 10",
+        "long": "update: 20 times the median norm, clipped to 5",
         "d": "samples: 9 times the median, capped to 3",
     }
-    np.testing.assert_allclose(result.params, (3 * 1 + 3 * 1 + 10) / 7)
+    np.testing.assert_allclose(result.params, (3 * 1 + 3 * 1 + 5) / 7)
     np.testing.assert_allclose(list(result.applied.values()), result.weights)
 
 
@@ -149,14 +149,21 @@ def test_a_reversed_gradient_is_not_used_by_the_rule_with_memory():
         last, state, w = w, result.state, result.params
 
 
-def test_too_few_usable_replies_are_an_error_that_names_them():
+def test_replies_that_are_not_finite_count_as_missing():
     updates = {"a": np.ones(2), "b": np.full(2, np.nan), "c": np.full(2, np.inf)}
-    with pytest.raises(TooFewUsable, match="fewer than half of 3 updates are usable") as caught:
+    result = fc.aggregate(np.zeros(2), updates, rule=fc.mean())
+    assert result.params.tolist() == [1, 1]
+    assert set(result.excluded) == {"b", "c"}
+    with pytest.raises(FedcontextError, match="device b: the array has NaN"):
+        fc.aggregate(np.zeros(2), updates, rule=fc.mean(), defences=None)
+
+
+def test_a_round_without_a_usable_reply_is_an_error_that_names_who_made_it_so():
+    updates = {"b": np.full(2, np.nan), "c": np.full(2, np.inf)}
+    with pytest.raises(NoneUsable, match="none of 2 updates is usable") as caught:
         fc.aggregate(np.zeros(2), updates, rule=fc.mean())
     assert set(caught.value.excluded) == {"b", "c"}
     assert "b: update: the array has NaN" in str(caught.value)
-    with pytest.raises(FedcontextError, match="device b: the array has NaN"):
-        fc.aggregate(np.zeros(2), updates, rule=fc.mean(), defences=None)
 
 
 @given(st.lists(st.floats(1e-30, 1e30), min_size=3, max_size=20), st.floats(0, 1e300))

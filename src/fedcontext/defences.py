@@ -30,11 +30,11 @@ class Defences:
     """
 
     max_gradient: float = 3.0  # largest norm of a gradient, and of a gradient difference: longer ones are clipped
-    max_update: float = 10.0  # largest norm of an update
+    max_update: float = 5.0  # largest norm of an update
     max_samples: float = 3.0  # largest sample count, where counts weigh devices or probes
     max_step: float = 10.0  # largest norm of the step, in median updates; for rules whose step depends on their lengths
     max_concavity: float = 0.1  # most that the loss may bend down along the last step, in median bends up; with memory
-    outlier: float = 1000.0  # a longer vector costs its device the round, as NaN does; 0 makes NaN an error
+    outlier: float = 100.0  # a longer vector costs its device the round, as NaN does; 0 makes NaN an error
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -47,13 +47,13 @@ class Defences:
 OFF = Defences(0, 0, 0, 0, 0, 0)
 
 
-class TooFewUsable(FedcontextError):
-    """Fewer than half of the updates or gradients of a round can be used; ``excluded`` holds the reasons by device."""
+class NoneUsable(FedcontextError):
+    """No update or no gradient of a round can be used; ``excluded`` holds the reasons by device."""
 
     def __init__(self, kind: str, count: int, excluded: Mapping[Name, str]) -> None:
         who = "; ".join(f"{name}: {reason}" for name, reason in list(excluded.items())[:LISTED])
         more = f"; and {len(excluded) - LISTED} more" if len(excluded) > LISTED else ""
-        super().__init__(f"fewer than half of {count} {kind}s are usable ({who}{more})")
+        super().__init__(f"none of {count} {kind}s is usable ({who}{more})")
         self.excluded = dict(excluded)
 
 
@@ -88,7 +88,7 @@ class Sent:
     def shares(self) -> FloatArray:
         """The norms in medians; 0 where no vector has a length, NaN where it is not known."""
         median = lower_median(self.norms)
-        return self.norms / median if median else 0 * self.norms
+        return self.norms / median if median else np.zeros_like(self.norms)
 
     @property
     def factors(self) -> FloatArray:
@@ -185,7 +185,7 @@ def screen(
     bends: FloatArray | None = None,
     scratch: int = SCRATCH,
 ) -> Screened:
-    """Return whose vectors are used, and how far each is clipped; raise `TooFewUsable` if most are not finite.
+    """Return whose vectors are used, and how far each is clipped; raise `NoneUsable` if none are.
 
     Args:
         vectors: what devices sent; rows without a name, such as the server's own, are used as they are.
@@ -246,14 +246,11 @@ def _excluded(vectors: Vectors, groups: Sequence[Sent]) -> dict[Name, str]:
     excluded = dict(vectors.names.invalid)
     for group in groups:
         excluded = group.unusable | excluded
-    cohort, probes = vectors.names.devices, vectors.names.probes
-    for kind, owners in (("update", cohort), ("gradient", probes)):
-        if 2 * sum(name in excluded for name in owners) > len(owners):
-            raise TooFewUsable(kind, len(owners), excluded)
     for group in groups:
         excluded = group.outliers | excluded
-    if all(name in excluded for name in cohort) or (probes and all(name in excluded for name in probes)):
-        raise TooFewUsable("update", len(cohort), excluded)
+    for kind, owners in (("update", vectors.names.devices), ("gradient", vectors.names.probes)):
+        if owners and all(name in excluded for name in owners):
+            raise NoneUsable(kind, len(owners), excluded)
     return excluded
 
 

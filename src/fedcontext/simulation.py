@@ -13,7 +13,7 @@ from fedcontext.aggregation import Aggregation, Motion, aggregate
 from fedcontext.algorithms import Algorithm
 from fedcontext.arrays.tree import FloatArray, Leaves, Structure, all_finite, kind_of, leaves, rebuild, size_of
 from fedcontext.datasets import FederatedData
-from fedcontext.defences import OFF, TooFewUsable
+from fedcontext.defences import OFF, NoneUsable
 from fedcontext.disturbance import Answers, Disturbance, Request
 from fedcontext.engines.base import Engine, Work
 from fedcontext.errors import FedcontextError
@@ -230,7 +230,7 @@ class Simulation:
         )
 
     def _aggregate(self, state: State, report: Report) -> tuple[Aggregation | None, dict[int, str]]:
-        """Return the aggregation, None if too few of the replies are usable, and whose replies are not."""
+        """Return the aggregation, None if no reply is usable, and whose replies are not."""
         try:
             result = aggregate(
                 state.params,
@@ -241,7 +241,7 @@ class Simulation:
                 state=state.rule,
                 defences=self.experiment.defences,
             )
-        except TooFewUsable as error:
+        except NoneUsable as error:
             return None, _by_device(error.excluded)
         if self.algorithm.oracle:
             names, sizes = list(self._trained(state.params)), self.data.train.sizes

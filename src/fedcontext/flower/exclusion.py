@@ -14,7 +14,7 @@ from flwr.app import Message, MetricRecord, RecordDict
 
 from fedcontext.aggregation import Aggregation, aggregate
 from fedcontext.arrays.tree import all_finite
-from fedcontext.defences import Defences, TooFewUsable, capped
+from fedcontext.defences import Defences, NoneUsable, capped
 from fedcontext.errors import FedcontextError
 from fedcontext.flower.messages import Reply
 from fedcontext.flower.protocol import Arrays, printable
@@ -83,7 +83,7 @@ def aggregate_usable(
     try:
         aggregation, after = _aggregate(params, usable, aggregator, carried, buffers)
     except (FedcontextError, np.linalg.LinAlgError) as error:
-        found = error.excluded if isinstance(error, TooFewUsable) else {}
+        found = error.excluded if isinstance(error, NoneUsable) else {}
         return Outcome(rule, None, [], usable, excluded | found, carried, str(error))
     excluded = excluded | aggregation.excluded
     usable = [reply for reply in usable if reply.task.device not in excluded]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from fedcontext.attacks import ATTACKS
+from fedcontext.defences import OFF
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
 from fedcontext.faults import FAULTS
@@ -41,7 +42,7 @@ TASKS = (
 )
 
 # Without defences what is not finite is left out all the same: with outlier=0 the first NaN would end the run.
-BARE = {"max_gradient": 0, "max_update": 0, "max_samples": 0, "max_step": 0, "outlier": 1e300}
+BARE = {**asdict(OFF), "outlier": 1e300}
 METHODS: Mapping[str, Settings] = {
     "mean": {"algorithm": "fedavg", **BARE},
     "by samples": {"algorithm": "fedavg", "averaging": "samples", **BARE},
