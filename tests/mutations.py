@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fedcontext.tensor_file import PLACE, ZEROS
+from fedcontext.files.tensor_file import PLACE, ZEROS
 
 HUGE = "9" * 5_000  # digits; Python refuses to convert more than 4,300
 TOKENS = [

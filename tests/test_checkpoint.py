@@ -18,9 +18,10 @@ from hypothesis.extra.numpy import arrays
 from safetensors.numpy import load_file
 
 import fedcontext as fc
-from fedcontext import checkpoint, runner, storage
+from fedcontext import checkpoint, runner
 from fedcontext.arrays.tree import leaves, to_numpy
-from fedcontext.model_file import save_params
+from fedcontext.files import storage
+from fedcontext.files.model_file import save_params
 
 shapes = st.sampled_from([(), (3,), (2, 2), (0,)])
 leaf = arrays(st.sampled_from([np.float32, np.float64, np.int64]), shapes)

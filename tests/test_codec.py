@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedcontext.codec import HEADER, IDENTITY, Codec
+from fedcontext.compression.codec import HEADER, IDENTITY, Codec
+from fedcontext.compression.rotation import SMALLEST
 from fedcontext.errors import FedcontextError
-from fedcontext.rotation import SMALLEST
 
 KEY = (7, 3, 8, 5)
 DISTORTION = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499, 6: 0.000646, 7: 0.000164, 8: 0.0000413}

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedcontext as fc
-from fedcontext.defences import OFF, NoneUsable, lower_median
 from fedcontext.errors import FedcontextError
+from fedcontext.measurement.defences import OFF, NoneUsable, lower_median
 
 SIZE = 6
 RULES = {

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 import fedcontext as fc
 from fedcontext.cli.app import app
-from fedcontext.diagnosis import Watch
 from fedcontext.records import RoundRecord
 from fedcontext.report.page_data import page_data
+from fedcontext.results.diagnosis import Watch
 from fedcontext.results.reader import COSTS, METRICS, coerce_row, read_runs
 
 SLOW = ["--dataset", "synthetic-iid", "--algorithm", "fedavg-contextual", "--rounds", "6", "--epochs", "1..2"]

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedcontext as fc
-from fedcontext.attacks import ATTACKS, Crowd, liars, with_attacks
 from fedcontext.errors import FedcontextError
-from fedcontext.faults import FAULTS, active, hit
+from fedcontext.faults.attacks import ATTACKS, Crowd, liars, with_attacks
+from fedcontext.faults.faults import FAULTS, active, hit
+from fedcontext.faults.reply import Reply, replies_of, report_of
 from fedcontext.plan import plan_round
-from fedcontext.reply import Reply, replies_of, report_of
 
 RULES = ("fedavg", "folb", "scaffold", "fedavg-expected", "fedavg-contextual", "fedavg-memory")
 SMALL = {"rounds": 4, "devices_per_round": 6, "learning_rate": 0.1, "smoothness": 3.0, "probes": 5, "pool": 2}

@@ -18,16 +18,18 @@ import numpy as np
 import pytest
 
 import fedcontext as fc
-from fedcontext import checkpoint, run_file, runner, storage
+from fedcontext import checkpoint, runner
 from fedcontext.cli import main
 from fedcontext.datasets import FederatedData
 from fedcontext.errors import FileError
-from fedcontext.model_file import save_params
+from fedcontext.files import storage
+from fedcontext.files.model_file import save_params
+from fedcontext.files.tensor_file import is_intact, write_tensors
 from fedcontext.paper import figures
 from fedcontext.report import write_report
+from fedcontext.results import run_file
 from fedcontext.results.export import export
-from fedcontext.run_file import open_run, write_records
-from fedcontext.tensor_file import is_intact, write_tensors
+from fedcontext.results.run_file import open_run, write_records
 
 PROGRAM = [sys.executable, "-c", "from fedcontext.cli import main; main()"]
 SHORT = fc.Experiment("small", "fedavg-memory", engine="reference", rounds=5, epochs=(1, 2), devices_per_round=4)

@@ -25,19 +25,19 @@ import fedcontext as fc
 from fedcontext import checkpoint
 from fedcontext.algorithms import ALGORITHMS
 from fedcontext.cli import main
-from fedcontext.codec import Codec
+from fedcontext.compression.codec import Codec
 from fedcontext.datasets import load_dataset
 from fedcontext.datasets.femnist import femnist
 from fedcontext.datasets.leaf import leaf
 from fedcontext.engines.base import engine_named
 from fedcontext.experiment import experiment_from, settings_from_toml
+from fedcontext.files.tensor_file import START, ZEROS
+from fedcontext.files.toml import to_toml
 from fedcontext.leaderboard.results import PUBLISHED, ratios, read_results
 from fedcontext.report.html import to_json as page_json
 from fedcontext.report.page_data import page_data
 from fedcontext.results.export import to_table
 from fedcontext.results.reader import read_runs
-from fedcontext.tensor_file import START, ZEROS
-from fedcontext.toml import to_toml
 from mutations import (
     TOKENS,
     mutate_bytes,

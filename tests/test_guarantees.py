@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcontext.geometry import Geometry
-from fedcontext.memory import MemorySettings, memory_step
+from fedcontext.measurement.geometry import Geometry
+from fedcontext.measurement.sums import Sums
 from fedcontext.oracle import lowest_step
-from fedcontext.rules import bound, contextual
-from fedcontext.sums import Sums
+from fedcontext.rules.contextual import bound, contextual
+from fedcontext.rules.memory import MemorySettings, memory_step
 
 SETTINGS = MemorySettings()
 seeds = st.integers(0, 2**32 - 1)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcontext.codec import Codec
-from fedcontext.memory import MemorySettings, memory_step, minimise_in_box
-from fedcontext.sums import Sums
+from fedcontext.compression.codec import Codec
+from fedcontext.measurement.sums import Sums
+from fedcontext.rules.memory import MemorySettings, memory_step, minimise_in_box
 
 PROTOTYPE = Path(__file__).parents[2] / "shared/research/unified.py"
 PUBLISHED = MemorySettings(

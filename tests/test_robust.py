@@ -8,8 +8,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fedcontext as fc
-from fedcontext.combination import COMBINATIONS, krum_scores
 from fedcontext.errors import FedcontextError
+from fedcontext.measurement.combination import COMBINATIONS, krum_scores
 
 RULES = {
     "krum": fc.krum,

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 import fedcontext as fc
 from fedcontext.errors import FedcontextError
-from fedcontext.geometry import Geometry
+from fedcontext.measurement.geometry import Geometry
 from fedcontext.paper.null_space import null_space_weights
-from fedcontext.rules import Rule, expected_gram
+from fedcontext.rules.base import Rule
+from fedcontext.rules.contextual import expected_gram
 
 ODDITIES = ("duplicated", "zero", "parallel", "opposite", "huge", "tiny", "none")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fedcontext import checkpoint
 from fedcontext.arrays.tree import leaves
 from fedcontext.errors import FedcontextError
-from fedcontext.server import chain, except_buffers, fedadagrad, fedadam, fedavgm, fedyogi, server_sgd
+from fedcontext.rules.server import chain, except_buffers, fedadagrad, fedadam, fedavgm, fedyogi, server_sgd
 
 OPTIMIZERS = {
     "server_sgd": server_sgd(0.5),

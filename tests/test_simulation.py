@@ -16,11 +16,11 @@ from fedcontext.engines.base import Work, engine_named
 from fedcontext.engines.softmax import SoftmaxReference
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import settings_from_toml
+from fedcontext.files.toml import to_toml
 from fedcontext.local_sgd import LocalSGD
 from fedcontext.results.summary import summarise
+from fedcontext.rules.server import fedadam, server_sgd
 from fedcontext.runner import run
-from fedcontext.server import fedadam, server_sgd
-from fedcontext.toml import to_toml
 
 SMALL = {"rounds": 4, "devices_per_round": 4, "learning_rate": 0.1, "smoothness": 3.0}
 

@@ -8,10 +8,10 @@ import re
 
 import pytest
 
-from fedcontext.attacks import ATTACKS
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import SETTINGS
-from fedcontext.faults import FAULTS
+from fedcontext.faults.attacks import ATTACKS
+from fedcontext.faults.faults import FAULTS
 from fedcontext.leaderboard.board import printed_progress
 from fedcontext.stress.cases import BARE, CONDITIONS, HONEST, METHODS, SHARES, TASKS, experiment, last_disturbed, select
 from fedcontext.stress.cells import merge, read_results, stress

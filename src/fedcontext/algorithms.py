@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from fedcontext import robust, rules, server, variates
-from fedcontext.combination import Combination
+from fedcontext import variates
 from fedcontext.errors import FedcontextError, positive, shown, suggestion
 from fedcontext.local_sgd import LocalSGD, proximal, sgd
-from fedcontext.memory import contextual_memory
-from fedcontext.rules import AnyRule, Averaging
-from fedcontext.server import ServerOptimizer, server_sgd
+from fedcontext.measurement.combination import Combination
+from fedcontext.rules import averaging, robust, server
+from fedcontext.rules.base import AnyRule, Averaging, CoordinateRule
+from fedcontext.rules.contextual import contextual, expected_contextual
+from fedcontext.rules.memory import contextual_memory
+from fedcontext.rules.server import ServerOptimizer, server_sgd
 from fedcontext.variates import ControlVariates
 
 
@@ -48,7 +50,7 @@ def fedavg(h: Hyperparameters) -> Algorithm:
     """Return FedAvg: local SGD, averaged."""
     if h.averaging not in ("mean", "samples"):
         raise FedcontextError(f"averaging must be 'mean' or 'samples', got {h.averaging!r}")
-    rule = rules.mean() if h.averaging == "mean" else rules.by_samples()
+    rule = averaging.mean() if h.averaging == "mean" else averaging.by_samples()
     return Algorithm("fedavg", sgd(h.learning_rate, h.batch_size), rule)
 
 
@@ -59,7 +61,7 @@ def fedprox(h: Hyperparameters) -> Algorithm:
 
 def folb(h: Hyperparameters) -> Algorithm:
     """Return FOLB: FedProx, each update weighted by how far its device's gradient agrees with the cohort's."""
-    return replace(fedprox(h), name="folb", rule=rules.folb())
+    return replace(fedprox(h), name="folb", rule=averaging.folb())
 
 
 def fedavgm(h: Hyperparameters) -> Algorithm:
@@ -87,17 +89,17 @@ def fedyogi(h: Hyperparameters) -> Algorithm:
 
 def fednova(h: Hyperparameters) -> Algorithm:
     """Return FedNova (Wang et al. 2020): FedAvg with every update divided by its number of local steps."""
-    return replace(fedavg(h), name="fednova", rule=rules.fednova(h.averaging))
+    return replace(fedavg(h), name="fednova", rule=averaging.fednova(h.averaging))
 
 
 def fedexp(h: Hyperparameters) -> Algorithm:
     """Return FedExP (Jhunjhunwala et al. 2023): FedAvg with an extrapolated server step."""
-    return replace(fedavg(h), name="fedexp", rule=rules.fedexp())
+    return replace(fedavg(h), name="fedexp", rule=averaging.fedexp())
 
 
 def fedmgda(h: Hyperparameters) -> Algorithm:
     """Return FedMGDA+ (Hu et al. 2022): the shortest convex combination of the normalised updates."""
-    return replace(fedavg(h), name="fedmgda", rule=rules.fedmgda())
+    return replace(fedavg(h), name="fedmgda", rule=averaging.fedmgda())
 
 
 def scaffold(h: Hyperparameters) -> Algorithm:
@@ -131,7 +133,7 @@ def contextual_version(algorithm: Algorithm | str, smoothness: float) -> Algorit
     0.1
     """
     base = _resolved(algorithm, smoothness)
-    return replace(base, name=f"{base.name}-contextual", rule=rules.contextual(smoothness), oracle=False)
+    return replace(base, name=f"{base.name}-contextual", rule=contextual(smoothness), oracle=False)
 
 
 def expected_version(algorithm: Algorithm | str, smoothness: float) -> Algorithm:
@@ -141,7 +143,7 @@ def expected_version(algorithm: Algorithm | str, smoothness: float) -> Algorithm
     'fedavg-expected'
     """
     base = _resolved(algorithm, smoothness)
-    return replace(base, name=f"{base.name}-expected", rule=rules.expected_contextual(smoothness), oracle=False)
+    return replace(base, name=f"{base.name}-expected", rule=expected_contextual(smoothness), oracle=False)
 
 
 def memory_version(algorithm: Algorithm) -> Algorithm:
@@ -213,7 +215,7 @@ def algorithm_named(name: str, hyperparameters: Hyperparameters) -> Algorithm:
 
 def _with_gradients(algorithm: Algorithm, h: Hyperparameters) -> Algorithm:
     """Return an algorithm whose rule combines the probes' gradients as set; one without probes is returned as it is."""
-    if isinstance(algorithm.rule, rules.CoordinateRule) or "gradient" not in algorithm.rule.needs:
+    if isinstance(algorithm.rule, CoordinateRule) or "gradient" not in algorithm.rule.needs:
         return algorithm
     return replace(algorithm, rule=robust.robust_gradients(algorithm.rule, h.gradients))
 

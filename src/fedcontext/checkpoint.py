@@ -29,9 +29,9 @@ from fedcontext.arrays.tree import (
     to_numpy,
 )
 from fedcontext.errors import FedcontextError, require, shortened, shown
+from fedcontext.files.storage import check_target, replacing, sync
+from fedcontext.files.tensor_file import is_intact, write_tensors
 from fedcontext.records import versions
-from fedcontext.storage import check_target, replacing, sync
-from fedcontext.tensor_file import is_intact, write_tensors
 
 LOG = logging.getLogger("fedcontext")
 SCHEMA = 3  # 1 held the rule's state alone, 2 had no checksum

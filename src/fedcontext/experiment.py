@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedcontext.algorithms import ALGORITHMS
-from fedcontext.attacks import ATTACKS
-from fedcontext.codec import IDENTITY, Codec
-from fedcontext.combination import COMBINATIONS, Combination
+from fedcontext.compression.codec import IDENTITY, Codec
 from fedcontext.datasets import NAMES
-from fedcontext.defences import Defences
 from fedcontext.engines.base import ENGINES
 from fedcontext.errors import LONGEST_VALUE, FedcontextError, shown
-from fedcontext.faults import FAULTS
+from fedcontext.faults.attacks import ATTACKS
+from fedcontext.faults.faults import FAULTS
+from fedcontext.files.toml import read_toml
 from fedcontext.fleet import PROFILES
-from fedcontext.rules import Averaging
+from fedcontext.measurement.combination import COMBINATIONS, Combination
+from fedcontext.measurement.defences import Defences
+from fedcontext.rules.base import Averaging
 from fedcontext.settings import Check, integer, integer_range, number, one_of, setting, shares_by_name, text
-from fedcontext.toml import read_toml
 
 # Rounds and learning rates published with FedProx for each data set; a LEAF folder gets FEMNIST's.
 ROUNDS = {"synthetic": 200, "mnist": 100, "femnist": 200, "leaf": 200}

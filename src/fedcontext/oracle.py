@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from fedcontext.aggregation import Aggregation
+from fedcontext.aggregation.result import Aggregation
 from fedcontext.arrays.tree import FloatArray, Leaves, Structure, leaves, rebuild
 from fedcontext.engines.base import Engine
-from fedcontext.geometry import Report, shares
+from fedcontext.measurement.geometry import Report, shares
+from fedcontext.measurement.sums import flat, unflat
 from fedcontext.plan import IntArray
-from fedcontext.sums import flat, unflat
 
 ITERATIONS = 30  # of BFGS, a few passes over all data each
 HALVINGS = 40  # of a step that is too long; the first can be by orders of magnitude

@@ -11,24 +11,24 @@ import numpy as np
 
 from fedcontext.algorithms import Algorithm, Hyperparameters, algorithm_named, with_server_rate
 from fedcontext.arrays.tree import FloatArray, Structure, leaves, rebuild
-from fedcontext.attacks import POISONS, all_triggered
 from fedcontext.datasets import FederatedData, load_dataset
 from fedcontext.datasets.federated import full_participation, gather, join
-from fedcontext.disturbance import Disturbance
 from fedcontext.engines.base import Engine, EngineOptions, engine_named
 from fedcontext.errors import FedcontextError, require
 from fedcontext.experiment import Experiment, experiment_from
+from fedcontext.faults.attacks import POISONS, all_triggered
+from fedcontext.faults.disturbance import Disturbance
 from fedcontext.fleet import make_fleet, profile_named
-from fedcontext.geometry import shares
 from fedcontext.local_sgd import sgd
+from fedcontext.measurement.geometry import shares
+from fedcontext.measurement.sums import flat, unflat
 from fedcontext.plan import Stream, generator
 from fedcontext.probing import coding_for
 from fedcontext.records import RoundRecord
-from fedcontext.rules import AnyRule
+from fedcontext.rules.base import AnyRule
 from fedcontext.settings import parse_shares
 from fedcontext.simulation import Simulation, State
 from fedcontext.smoothness import curvature, smoothness_of
-from fedcontext.sums import flat, unflat
 
 USED_WITH_RULES = ("learning_rate", "batch_size", "momentum", "weight_decay", "clip", "server_learning_rate")
 ROOT_SAMPLES = 100  # of the server's own set, as in the paper on FLTrust

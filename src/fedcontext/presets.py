@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from fedcontext.defences import Defences
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment, experiment_from
+from fedcontext.measurement.defences import Defences
 
 PRESETS: dict[str, Mapping[str, Any]] = {
     "paper": {

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedcontext.arrays.tree import Structure, leaves, rebuild
-from fedcontext.codec import IDENTITY, Codec
+from fedcontext.compression.codec import IDENTITY, Codec
+from fedcontext.compression.sketch import Sketch
 from fedcontext.engines.base import Engine
 from fedcontext.errors import FedcontextError
 from fedcontext.fleet import ProbeCost
+from fedcontext.measurement.sums import flat, unflat
 from fedcontext.plan import IntArray, Stream
-from fedcontext.sketch import Sketch
-from fedcontext.sums import flat, unflat
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,15 @@ from fedcontext.datasets.federated import FederatedData
 from fedcontext.engines.base import ENGINES, Engine
 from fedcontext.errors import FedcontextError, FileError, require
 from fedcontext.experiment import Experiment
-from fedcontext.model_file import check_format, save_params
+from fedcontext.files.model_file import check_format, save_params
+from fedcontext.files.storage import check_folder, check_target, clean, lock, write_text
+from fedcontext.files.toml import to_toml
 from fedcontext.preparation import prepare
 from fedcontext.processes import OnRound as OnRound
 from fedcontext.processes import Run, run_in_processes
 from fedcontext.records import RoundRecord, read_run
-from fedcontext.run_file import append_records, open_run
+from fedcontext.results.run_file import append_records, open_run
 from fedcontext.simulation import Simulation, State
-from fedcontext.storage import check_folder, check_target, clean, lock, write_text
-from fedcontext.toml import to_toml
 
 MAX_HELD = 200  # runs whose files are held before they start; each takes an open file
 

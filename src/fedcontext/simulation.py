@@ -9,26 +9,27 @@ from typing import Any
 
 import numpy as np
 
-from fedcontext.aggregation import Aggregation, Motion, aggregate
+from fedcontext.aggregation.aggregate import aggregate
+from fedcontext.aggregation.result import Aggregation, Motion
 from fedcontext.algorithms import Algorithm
 from fedcontext.arrays.tree import FloatArray, Leaves, Structure, all_finite, kind_of, leaves, rebuild, size_of
 from fedcontext.datasets import FederatedData
-from fedcontext.defences import OFF, NoneUsable
-from fedcontext.disturbance import Answers, Disturbance, Request
 from fedcontext.engines.base import Engine, Work
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
+from fedcontext.faults.disturbance import Answers, Disturbance, Request
+from fedcontext.faults.reply import device_of
 from fedcontext.fleet import NO_REPLIES, Fleet, Replies, replies
-from fedcontext.geometry import Name, Report, shares
 from fedcontext.local_sgd import Diverged
+from fedcontext.measurement.defences import OFF, NoneUsable
+from fedcontext.measurement.geometry import Name, Report, shares
 from fedcontext.oracle import oracle_aggregation
 from fedcontext.plan import IntArray, RoundPlan, plan_round
 from fedcontext.probing import Coding, probe_answers
 from fedcontext.records import RoundRecord
-from fedcontext.reply import device_of
-from fedcontext.rules import State as RuleState
-from fedcontext.server import ServerOptimizer, except_buffers
-from fedcontext.server import State as ServerState
+from fedcontext.rules.base import State as RuleState
+from fedcontext.rules.server import ServerOptimizer, except_buffers
+from fedcontext.rules.server import State as ServerState
 from fedcontext.variates import VariateState, corrections, initial_state, next_state
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedcontext as fc
-from fedcontext.codec import Codec
+from fedcontext.compression.codec import Codec
 from fedcontext.flower import ContextualStrategy, numpy_client
 from fedcontext.flower.coding import CODE, Code, read_vector
 from fedcontext.flower.protocol import DIFFERENCE, GRADIENT, LEAVES, PREVIOUS, arrays_of, record_of

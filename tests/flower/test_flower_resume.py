@@ -16,9 +16,9 @@ import fedcontext as fc
 from fedcontext import checkpoint
 from fedcontext.flower import ContextualStrategy, numpy_client
 from fedcontext.flower.protocol import arrays_of, record_of
-from fedcontext.memory import MemorySettings, contextual_memory
-from fedcontext.rules import Rule, SumRule
-from fedcontext.server import fedadam
+from fedcontext.rules.base import Rule, SumRule
+from fedcontext.rules.memory import MemorySettings, contextual_memory
+from fedcontext.rules.server import fedadam
 
 CONFIG = {
     "dataset": "synthetic-1-1",

@@ -17,12 +17,12 @@ from flwr.serverapp import strategy as stock
 from flwr.serverapp.strategy import FedAvg, FedProx, Result
 
 import fedcontext as fc
-from fedcontext import server
 from fedcontext.algorithms import ALGORITHMS
 from fedcontext.flower import ContextualStrategy, contextual_fedavg, numpy_client
 from fedcontext.flower.messages import plan_tasks
 from fedcontext.flower.protocol import arrays_of, record_of
 from fedcontext.plan import plan_round
+from fedcontext.rules import server
 
 SETTINGS = {
     "dataset": "synthetic-1-1",

@@ -15,7 +15,7 @@ from fedcontext.records import RoundRecord, read_run
 from fedcontext.report.html import to_json
 from fedcontext.report.page_data import page_data
 from fedcontext.results.reader import read_file, read_runs
-from fedcontext.run_file import write_records
+from fedcontext.results.run_file import write_records
 
 ANY_JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fedcontext.console import err
-from fedcontext.diagnosis import Watch
 from fedcontext.experiment import Experiment
 from fedcontext.records import RoundRecord
+from fedcontext.results.diagnosis import Watch
 from fedcontext.runner import OnRound
 
 

@@ -14,9 +14,9 @@ from fedcontext.cli.tables import plain_table, progress
 from fedcontext.console import out
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import check_names, experiment_from
+from fedcontext.files.storage import lock, write_text
+from fedcontext.files.toml import to_toml
 from fedcontext.leaderboard import entries
-from fedcontext.storage import lock, write_text
-from fedcontext.toml import to_toml
 
 Names = Annotated[str, typer.Option(metavar="NAMES", help="Comma-separated names. [default: all]")]
 

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from fedcontext.algorithms import ALGORITHMS, Algorithm, Hyperparameters
-from fedcontext.attacks import ATTACKS
 from fedcontext.cli.options import AsJson, Command, Quiet
 from fedcontext.cli.tables import plain_table
 from fedcontext.console import err, out
 from fedcontext.datasets import NAMES, cache, files
-from fedcontext.faults import FAULTS
+from fedcontext.faults.attacks import ATTACKS
+from fedcontext.faults.faults import FAULTS
 
 data_app = typer.Typer(help="List data sets, download their files, or show where those are.", no_args_is_help=True)
 

@@ -28,9 +28,9 @@ from fedcontext.cli.options import (
 )
 from fedcontext.cli.tables import LEGEND, comparison, lost_rounds, outcome
 from fedcontext.console import out
-from fedcontext.diagnosis import diagnose, over_seeds
 from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.records import RoundRecord
+from fedcontext.results.diagnosis import diagnose, over_seeds
 from fedcontext.results.summary import summarise
 from fedcontext.runner import run as run_one
 from fedcontext.runner import run_all

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from fedcontext.datasets.federated import FederatedData, Split
 from fedcontext.datasets.files import cache_folder
 from fedcontext.errors import FileError
-from fedcontext.storage import lock
+from fedcontext.files.storage import lock
 
 SWITCH = "FEDCONTEXT_CACHE"
 VERSION = 2  # increase it when any data set is prepared differently

@@ -1,4 +1,4 @@
-"""Gradients on the wire: their leaves as they are, or one few-bit code of all of them (`fedcontext.codec`)."""
+"""Gradients on the wire: their leaves as they are, or one few-bit code of all of them (`fedcontext.compression.codec`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from fedcontext.codec import Codec
+from fedcontext.compression.codec import Codec
 from fedcontext.errors import FedcontextError
 from fedcontext.flower.protocol import DIFFERENCE, GRADIENT, LEAVES, Arrays, arrays_of, record_of, view
+from fedcontext.measurement.sums import flat, unflat
 from fedcontext.plan import Stream, words
-from fedcontext.sums import flat, unflat
 
 CODE = "code"  # name of the only array of a coded record
 NAMES = "names"  # key of the leaves' names

@@ -12,16 +12,17 @@ from typing import Any, Literal
 import numpy as np
 from flwr.app import Message, MetricRecord, RecordDict
 
-from fedcontext.aggregation import Aggregation, aggregate
+from fedcontext.aggregation.aggregate import aggregate
+from fedcontext.aggregation.result import Aggregation
+from fedcontext.aggregation.validation import select_leaves, validate
 from fedcontext.arrays.tree import all_finite
-from fedcontext.defences import Defences, NoneUsable, capped
 from fedcontext.errors import FedcontextError
 from fedcontext.flower.messages import Reply
 from fedcontext.flower.protocol import Arrays, printable
-from fedcontext.geometry import Report
-from fedcontext.rules import AnyRule, Rule, State
-from fedcontext.server import ServerOptimizer, except_buffers
-from fedcontext.validation import select_leaves, validate
+from fedcontext.measurement.defences import Defences, NoneUsable, capped
+from fedcontext.measurement.geometry import Report
+from fedcontext.rules.base import AnyRule, Rule, State
+from fedcontext.rules.server import ServerOptimizer, except_buffers
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ def settings_in(value: Any, depth: int = DEPTH) -> Any:
     `contextual_memory(settings)` and ``fedadam(lr)`` return functions that remember their arguments, and so do rules of
     users: their name alone would not tell two settings apart.
 
-    >>> from fedcontext.server import fedavgm
+    >>> from fedcontext.rules.server import fedavgm
     >>> settings_in(fedavgm(momentum=0.5).update)
     {'decay': 0.5, 'rate': 1.0}
     """

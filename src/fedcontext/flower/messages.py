@@ -30,7 +30,7 @@ from fedcontext.flower.protocol import (
     view,
 )
 from fedcontext.plan import Probes, RoundPlan, plan_round
-from fedcontext.rules import Need
+from fedcontext.rules.base import Need
 
 Pool: TypeAlias = int | Literal["all"]
 MAX_SAMPLES = 2**53  # larger counts are not exact in float64, and their sums may overflow

@@ -15,14 +15,14 @@ from flwr.app import MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
 from fedcontext import checkpoint
-from fedcontext.aggregation import Motion
-from fedcontext.defences import Defences
-from fedcontext.diagnosis import Watch, diagnose
+from fedcontext.aggregation.result import Motion
+from fedcontext.files.storage import check_target, clean, lock
 from fedcontext.flower.exclusion import Carried, Outcome, usable_metrics
 from fedcontext.flower.protocol import Arrays, metric
+from fedcontext.measurement.defences import Defences
 from fedcontext.records import RoundRecord
-from fedcontext.run_file import append_records, open_run
-from fedcontext.storage import check_target, clean, lock
+from fedcontext.results.diagnosis import Watch, diagnose
+from fedcontext.results.run_file import append_records, open_run
 
 log = logging.getLogger("flwr")
 LOSS = ("loss", "eval_loss", "eval-loss")  # names that apps use

@@ -13,9 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result, Strategy
 
-from fedcontext import server as optimizers
 from fedcontext.arrays.tree import all_finite
-from fedcontext.defences import Defences
 from fedcontext.errors import FedcontextError, positive, shown
 from fedcontext.experiment import checked
 from fedcontext.flower.coding import PLAIN, RoundCodes
@@ -25,11 +23,14 @@ from fedcontext.flower.messages import Extras, Pool, Task, message_for, parse_re
 from fedcontext.flower.protocol import Arrays, array_bytes, arrays_of, record_of
 from fedcontext.flower.roster import Roster, snapshot, wait_for_nodes
 from fedcontext.flower.run_log import RunLog, RunState, loss_and_accuracy, round_metrics, round_record
-from fedcontext.memory import contextual_memory
+from fedcontext.measurement.defences import Defences
 from fedcontext.plan import Probes
 from fedcontext.probing import bits_for
-from fedcontext.rules import AnyRule, Rule, contextual
-from fedcontext.server import ServerOptimizer
+from fedcontext.rules import server as optimizers
+from fedcontext.rules.base import AnyRule, Rule
+from fedcontext.rules.contextual import contextual
+from fedcontext.rules.memory import contextual_memory
+from fedcontext.rules.server import ServerOptimizer
 from fedcontext.settings import integer
 
 log = logging.getLogger("flwr")
@@ -63,7 +64,7 @@ class ContextualStrategy(Strategy):
         buffers: leaves that are averaged instead of weighted, besides those that most gradients lack.
         gradient_bits: bits an entry of the gradients, 1 to 8, or 32 for float32; differences get half of them. "auto"
             is float32; for a rule with memory it is 2, or 4 where the cohort itself probes.
-        server: an optimiser of `fedcontext.server` that acts on the step of a rule without memory, such as ``fedadam()``.
+        server: an optimiser of `fedcontext.rules.server` that acts on the step of a rule without memory, such as ``fedadam()``.
         min_replies: with fewer usable updates the round is lost: the model stays unchanged.
         max_lost: number of consecutive lost rounds that ends the run.
         defences: how far one device can go (`fedcontext.Defences`); None turns them off.
@@ -371,7 +372,10 @@ def _checked_inner(inner: Strategy) -> FedAvg:
         )
     advice, source = "", "; no rule can be combined with it"
     if hasattr(optimizers, optimizer):
-        advice, source = f", rule=by_samples(), server={optimizer}()", f", with {optimizer} from fedcontext.server"
+        advice, source = (
+            f", rule=by_samples(), server={optimizer}()",
+            f", with {optimizer} from fedcontext.rules.server",
+        )
     elif make := ROBUST.get(type(inner).__name__):
         advice, source = f", rule={make(inner)}", ", with this rule from fedcontext"
     raise FedcontextError(

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, Literal, TypeAlias
 
-from fedcontext.defences import Defences
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment, experiment_from
+from fedcontext.measurement.defences import Defences
 from fedcontext.presets import PRESETS
 
 Settings: TypeAlias = Mapping[str, Any]

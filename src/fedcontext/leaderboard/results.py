@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fedcontext.errors import FedcontextError, shortened, shown
+from fedcontext.files.storage import write_text
 from fedcontext.leaderboard.rows import Row
 from fedcontext.records import fits
-from fedcontext.storage import write_text
 
 Made = TypeVar("Made", "TaskResult", Row)
 PUBLISHED = Path(__file__).with_name("results.json")  # what `fedcontext recommend` answers from

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
+from fedcontext.files.storage import replacing, write_text
 from fedcontext.paper.checks import format_rounds
 from fedcontext.paper.claims import Claim, check_claims
 from fedcontext.paper.experiments import SEEDS, STUDIES
 from fedcontext.paper.figures import RecordIndex
 from fedcontext.paper.reproduce import draw_figures, read_records
 from fedcontext.results.summary import LEVELS, median_rounds, summarise
-from fedcontext.storage import replacing, write_text
 from fedcontext.version import __version__
 
 INTRODUCTION = """# Reproduction of the paper's claims

@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fedcontext.errors import FedcontextError, require
+from fedcontext.files.storage import check_target, replacing
 from fedcontext.paper.experiments import Series, Study
 from fedcontext.records import RoundRecord
 from fedcontext.results.summary import LEVELS, Summary, summarise
-from fedcontext.storage import check_target, replacing
 
 RecordIndex: TypeAlias = Mapping[Series, Sequence[Sequence[RoundRecord]]]  # the records of each seed, by series
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from fedcontext.files.storage import write_text
 from fedcontext.report.html import render
 from fedcontext.report.live import live_report
 from fedcontext.report.page_data import page_data
 from fedcontext.results.reader import read_runs
-from fedcontext.storage import write_text
 
 __all__ = ["live_report", "write_report"]
 

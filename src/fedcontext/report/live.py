@@ -9,12 +9,12 @@ from pathlib import Path
 
 from fedcontext.errors import FileError, require
 from fedcontext.experiment import Experiment
+from fedcontext.files.storage import write_text
 from fedcontext.records import RoundRecord
 from fedcontext.report.html import render, to_json
 from fedcontext.report.page_data import page_data
 from fedcontext.results.reader import Run, new_run, to_row
 from fedcontext.runner import OnRound
-from fedcontext.storage import write_text
 
 INTERVAL = 1.0  # least seconds between two updates, which also take at most a tenth of the time
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedcontext.algorithms import ALGORITHMS
-from fedcontext.diagnosis import diagnose, over_seeds
 from fedcontext.records import RoundRecord
 from fedcontext.report.curves import curve, diagnostics
 from fedcontext.report.devices import bound_check, excluded_devices, weight_heatmap, weight_stages
 from fedcontext.report.groups import Group, algorithm_of, dataset_of, group_runs, seed_of
 from fedcontext.report.milestones import accuracy_levels, final_metrics, milestones
 from fedcontext.report.sentences import headline, outcome, reproduction_configs
+from fedcontext.results.diagnosis import diagnose, over_seeds
 from fedcontext.results.reader import Run
 from fedcontext.version import __version__
 

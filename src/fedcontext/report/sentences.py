@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from fedcontext.files.toml import to_toml
 from fedcontext.report.groups import Group, algorithm_of, seed_of
 from fedcontext.results.reader import Run
 from fedcontext.results.summary import join_names
-from fedcontext.toml import to_toml
 
 MAX_NAMES = 6  # algorithms listed in a sentence
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fedcontext.errors import FedcontextError, require
+from fedcontext.files.storage import replacing
 from fedcontext.records import ABOUT, ANNOTATIONS
 from fedcontext.results.reader import COSTS, METRICS, NOTES, Row, Run, read_runs
-from fedcontext.storage import replacing
 
 Table: TypeAlias = dict[str, list[Any]]  # columns of equal length
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from fedcontext.attacks import ATTACKS
-from fedcontext.defences import OFF
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
-from fedcontext.faults import FAULTS
+from fedcontext.faults.attacks import ATTACKS
+from fedcontext.faults.faults import FAULTS
 from fedcontext.leaderboard.entries import Settings, Task
+from fedcontext.measurement.defences import OFF
 
 Kind: TypeAlias = Literal["none", "faults", "attack"]
 

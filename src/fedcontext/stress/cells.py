@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from fedcontext.errors import FedcontextError
+from fedcontext.files.storage import write_text
 from fedcontext.leaderboard.board import Progress, no_progress
 from fedcontext.leaderboard.entries import Task
 from fedcontext.leaderboard.tuning import Records, missing_experiments, records_of, run_missing
 from fedcontext.results.summary import summarise
-from fedcontext.storage import write_text
 from fedcontext.stress.cases import (
     CONDITIONS,
     HONEST,

@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fedcontext.attacks import ATTACKS
-from fedcontext.faults import FAULTS
+from fedcontext.faults.attacks import ATTACKS
+from fedcontext.faults.faults import FAULTS
 from fedcontext.leaderboard.document import header, line
 from fedcontext.results.summary import median_rounds
 from fedcontext.stress.cells import Cell, Results

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedcontext.storage import write_text
+from fedcontext.files.storage import write_text
 from fedcontext.stress.cells import Results, merge, read_results, write_results
 from fedcontext.stress.document import document
 

@@ -3,94 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from fedcontext.aggregation.combine import add_step, add_weighted, largest_entry, with_integers, written, zeros_like
+from fedcontext.aggregation.result import Aggregation, Motion, motion_of_sums, motion_of_weights
+from fedcontext.aggregation.validation import output_leaves, raise_not_finite, select_leaves, validate
 from fedcontext.arrays.tree import (
     SCRATCH,
-    Array,
     BoolArray,
     FloatArray,
     Leaves,
     Structure,
-    all_finite,
-    framework,
     kind_of,
     largest_number,
-    leaf_name,
     leaves,
     rebuild,
     size_of,
 )
-from fedcontext.combination import combined_probes
-from fedcontext.defences import OFF, Defences, Screened, lower_median, screen
 from fedcontext.errors import FedcontextError, positive
-from fedcontext.geometry import Geometry, Name, Report, Structures, Vectors, measure, norms_of, shares
-from fedcontext.rules import AnyRule, CoordinateRule, Rule, State, SumRule, bound
-from fedcontext.sums import Sums, by_coordinate, dot, flat, sums_of, unflat
-from fedcontext.validation import output_leaves, raise_not_finite, select_leaves, validate
-
-
-@dataclass(frozen=True)
-class Motion:
-    """Lengths and the slope of one aggregation; None where unknown."""
-
-    update_norm: float | None = None  # ‖d‖, d the plain mean of the updates
-    step_norm: float | None = None  # of the rule's step
-    slope: float | None = None  # <g, d> with the gradient estimate g: negative where the mean update goes downhill
-
-
-@dataclass(frozen=True)
-class Aggregation:
-    """What `aggregate` returns: the new params, and the weights and diagnostics behind them."""
-
-    params: Structure
-    weights: FloatArray  # (K,) of the devices, in the order of their updates; 0 for those that are left out
-    promised_change: float  # the bound on the loss change over the measured layers; NaN without gradient or smoothness
-    geometry: Geometry | None  # None for a rule that works on sums over devices
-    state: State  # the rule's state, for the next round
-    screened: Screened = field(repr=False)  # what the defences did
-    info: dict[str, Any] = field(default_factory=dict)  # numbers that a rule reports
-    motion: Motion = Motion()  # how far the updates and the step go
-    make_step: Callable[[], Structure] = field(repr=False, default=lambda: None)
-
-    @cached_property
-    def step(self) -> Structure:
-        """The step Σ αₖ Δₖ itself, a structure like params; computed when it is first asked for."""
-        return self.make_step()
-
-    @property
-    def excluded(self) -> dict[Name, str]:
-        """Why nothing that a device sent was used, by its key in a mapping or its position in a sequence."""
-        return self.screened.excluded
-
-    @property
-    def clipped(self) -> dict[Name, str]:
-        """What of a device was used in part."""
-        return self.screened.clipped
-
-    @property
-    def applied(self) -> dict[Name, float]:
-        """The weights of the devices that were not left out."""
-        pairs = zip(self.screened.names, self.weights.tolist(), strict=True)
-        return {name: weight for name, weight in pairs if name not in self.excluded}
-
-    @property
-    def condition(self) -> float | None:
-        """Condition number of the normalised updates' Gram matrix; None for a rule that works on sums."""
-        return None if self.geometry is None else self.geometry.condition
-
-    def curvature(self, change: float) -> float | None:
-        """Return the β at which the bound would have equalled the measured ``change``: 2 (change - b·α) / αᵀ G α."""
-        if self.geometry is None or self.geometry.slopes is None:
-            return None
-        count = len(self.weights)
-        square = float(self.weights @ self.geometry.gram[:count, :count] @ self.weights)
-        return 2 * (change - float(self.geometry.slope[:count] @ self.weights)) / square if square > 0 else None
+from fedcontext.measurement.combination import combined_probes
+from fedcontext.measurement.defences import OFF, Defences, Screened, lower_median, screen
+from fedcontext.measurement.geometry import Geometry, Report, Structures, Vectors, measure, norms_of, shares
+from fedcontext.measurement.sums import by_coordinate, dot, flat, sums_of, unflat
+from fedcontext.rules.base import AnyRule, CoordinateRule, Rule, State, SumRule
+from fedcontext.rules.contextual import bound
 
 
 def aggregate(
@@ -240,7 +180,7 @@ def _apply_weights(
     scratch: int,
 ) -> Aggregation:
     largest = {
-        name: _largest(name, leaf, scratch) for name, leaf in model.leaves.items() if kind_of(leaf) == "floating"
+        name: largest_entry(name, leaf, scratch) for name, leaf in model.leaves.items() if kind_of(leaf) == "floating"
     }
     products = measure(vectors, model.order, "own gradients" in rule.needs, scratch)
     norms = np.sqrt(np.diag(products.gram))
@@ -275,7 +215,7 @@ def _apply_weights(
     updates = [update for update, use in zip(vectors.updates, kept, strict=True) if use]
 
     def combined(base: Leaves, out: Leaves | None) -> Structure:
-        return rebuild(model.params, _combined(base, updates, by_leaf, safe, out, scratch))
+        return rebuild(model.params, add_weighted(base, updates, by_leaf, safe, out, scratch))
 
     promised = bound(geometry, applied, smoothness) if smoothness and geometry.slopes is not None else float("nan")
     new = combined(model.leaves, out)
@@ -283,9 +223,11 @@ def _apply_weights(
     def step() -> Structure:
         if out is not None:
             raise FedcontextError("step is not available where out was given; aggregate without out")
-        return _with_integers(combined(_zeros_like(model.leaves), None), new, model, scratch)
+        return with_integers(combined(zeros_like(model.leaves), None), new, model.leaves, scratch)
 
-    return Aggregation(new, applied, promised, geometry, state, screened, info, _motion(seen, weights), make_step=step)
+    return Aggregation(
+        new, applied, promised, geometry, state, screened, info, motion_of_weights(seen, weights), make_step=step
+    )
 
 
 def _apply_sums(
@@ -300,7 +242,7 @@ def _apply_sums(
 ) -> Aggregation:
     for name, leaf in model.leaves.items():
         if kind_of(leaf) == "floating":
-            _largest(name, leaf, scratch)  # refuses params that are not finite
+            largest_entry(name, leaf, scratch)  # refuses params that are not finite
     norms = norms_of(vectors.updates, model.order, scratch)
     vectors = replace(vectors, probe_weights=None)  # sums count every probe alike
     screened = screen(
@@ -326,24 +268,24 @@ def _apply_sums(
         raise_not_finite(report, model.measured)
     if isinstance(rule, SumRule):
         vector, state, info = rule.step(sums, state, report.population)
-        motion = _sums_motion(sums, vector)
+        motion = motion_of_sums(sums, vector)
     moved = unflat(vector, model.leaves, model.order)
     averages = shares(screened.samples[kept], kept.sum()) * screened.rest[kept]
     updates = [update for update, use in zip(vectors.updates, kept, strict=True) if use]
 
     def combined(base: Leaves, out: Leaves | None) -> Structure:
         means = {name: base[name] for name in model.averaged}
-        new = _combined(means, updates, dict.fromkeys(means, averages), set(), None, scratch)  # may overflow
+        new = add_weighted(means, updates, dict.fromkeys(means, averages), set(), None, scratch)  # may overflow
         moving = {name: base[name] for name in moved}
         new |= add_step(moving, moved, out, scratch)
-        new |= {name: _written(new[name], None if out is None else out[name]) for name in means}
+        new |= {name: written(new[name], None if out is None else out[name]) for name in means}
         return rebuild(model.params, {name: new[name] for name in base})
 
     weights = info.get("mean", 1.0) / kept.sum() * screened.factors
     new, nan = combined(model.leaves, out), float("nan")
 
     def step() -> Structure:
-        return _with_integers(combined(_zeros_like(model.leaves), None), new, model, scratch)
+        return with_integers(combined(zeros_like(model.leaves), None), new, model.leaves, scratch)
 
     return Aggregation(new, weights, nan, None, state, screened, info, motion, make_step=step)
 
@@ -356,13 +298,6 @@ def _bends(rule: SumRule | CoordinateRule, model: _Model, vectors: Vectors, stat
         return None
     with np.errstate(over="ignore", invalid="ignore"):
         return np.array([dot(flat(each, model.order), last) for each in vectors.differences])
-
-
-def _with_integers(step: Structure, new: Structure, model: _Model, scratch: int) -> Structure:
-    """Return the step with integer leaves as the difference of the params, which were rounded after the step was added."""
-    after, zeros = leaves(new), _zeros_like({n: leaf for n, leaf in model.leaves.items() if kind_of(leaf) == "integer"})
-    weights = dict.fromkeys(zeros, np.array([1.0, -1.0]))
-    return rebuild(step, {**leaves(step), **_combined(zeros, [after, model.leaves], weights, set(), None, scratch)})
 
 
 def _limited(weights: FloatArray, geometry: Geometry, most: float) -> tuple[FloatArray, dict[str, Any]]:
@@ -386,22 +321,6 @@ def _spread(values: FloatArray, kept: BoolArray) -> FloatArray:
     spread = np.zeros(len(kept))
     spread[kept] = values
     return spread
-
-
-def _motion(geometry: Geometry, weights: FloatArray) -> Motion:
-    count = len(weights)
-    gram, even = geometry.gram[:count, :count], shares(None, count)
-    return Motion(
-        math.sqrt(max(0.0, float(even @ gram @ even))),
-        math.sqrt(max(0.0, float(weights @ gram @ weights))),
-        None if geometry.slopes is None else float(geometry.slope[:count] @ even),
-    )
-
-
-def _sums_motion(sums: Sums, step: FloatArray) -> Motion:
-    mean = sums.mean_update
-    slope = dot(sums.mean_gradient, mean) if sums.probes else None
-    return Motion(math.sqrt(dot(mean, mean)), math.sqrt(dot(step, step)), slope)
 
 
 def _check_needs(rule: AnyRule, report: Report, model: _Model) -> None:
@@ -435,62 +354,3 @@ def _checked_weights(rule: Rule, weights: FloatArray, count: int) -> FloatArray:
     if weights.shape != (count,) or not np.isfinite(weights).all():
         raise FedcontextError(f"rule '{rule.name}' must give {count} finite weights, got {weights}")
     return weights
-
-
-def _largest(name: str, leaf: Array, scratch: int) -> float:
-    value = framework(leaf).largest(leaf, scratch)
-    if not np.isfinite(value):
-        raise FedcontextError(f"params: {leaf_name(name)} has NaN or infinite entries")
-    return value
-
-
-def _combined(
-    base: Leaves,
-    updates: Sequence[Leaves],
-    weights: Mapping[str, FloatArray],
-    safe: set[str],
-    out: Leaves | None,
-    scratch: int,
-) -> Leaves:
-    """Return base + Σ weights · updates; leaves that might overflow come first, so that an error leaves ``out`` as it was."""
-    target: Mapping[str, Array | None] = dict.fromkeys(base) if out is None else out
-    rows = {name: [update[name] for update in updates] for name in base}
-    unsafe = {
-        name: _checked_sum(name, base[name], rows[name], weights[name], scratch) for name in base if name not in safe
-    }
-    new = {
-        name: framework(base[name]).combine(base[name], rows[name], weights[name], scratch, target[name])
-        for name in safe
-    }
-    return {name: new[name] if name in safe else _written(unsafe[name], target[name]) for name in base}
-
-
-def add_step(base: Leaves, step: Leaves, out: Leaves | None, scratch: int) -> Leaves:
-    """Return the leaves of params after a step, in ``out`` if given; raise `FedcontextError` if one overflows.
-
-    >>> add_step({"w": np.ones(2, np.float32)}, {"w": np.array([1.0, 2.0], np.float32)}, None, SCRATCH)
-    {'w': array([2., 3.], dtype=float32)}
-    """
-    return _combined(base, [step], dict.fromkeys(step, np.ones(1)), set(), out, scratch)
-
-
-def _checked_sum(name: str, leaf: Array, rows: Sequence[Array], weights: FloatArray, scratch: int) -> Array:
-    try:
-        result = framework(leaf).combine(leaf, rows, weights, scratch, None)
-        if kind_of(leaf) != "floating" or all_finite(result, scratch):
-            return result
-    except OverflowError:  # of integers
-        pass
-    advice = "; increase the smoothness" if kind_of(leaf) == "floating" else ""
-    raise FedcontextError(f"the step overflows {leaf.dtype} in {leaf_name(name)}{advice}")
-
-
-def _written(values: Array, target: Array | None) -> Array:
-    if target is None:
-        return values
-    (target.detach() if hasattr(target, "detach") else target)[...] = values
-    return target
-
-
-def _zeros_like(base: Leaves) -> Leaves:
-    return {name: leaf * 0 for name, leaf in base.items()}

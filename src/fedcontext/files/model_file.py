@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from fedcontext.arrays.tree import Structure, leaves, to_numpy
 from fedcontext.errors import FedcontextError
-from fedcontext.storage import check_target, replacing
-from fedcontext.tensor_file import write_tensors
+from fedcontext.files.storage import check_target, replacing
+from fedcontext.files.tensor_file import write_tensors
 
 
 def save_params(path: Path, params: Structure) -> None:

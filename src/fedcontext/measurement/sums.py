@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fedcontext.arrays.tree import SCRATCH, Array, FloatArray, Leaves, blocks, framework, size_of, to_numpy
-from fedcontext.defences import Screened
 from fedcontext.errors import FedcontextError
-from fedcontext.geometry import Vectors
+from fedcontext.measurement.defences import Screened
+from fedcontext.measurement.geometry import Vectors
 
 
 @dataclass

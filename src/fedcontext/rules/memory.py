@@ -22,8 +22,8 @@ import numpy as np
 
 from fedcontext.arrays.tree import FloatArray
 from fedcontext.errors import FedcontextError
-from fedcontext.rules import State, SumRule
-from fedcontext.sums import Sums, dot
+from fedcontext.measurement.sums import Sums, dot
+from fedcontext.rules.base import State, SumRule
 
 MEAN, SCALED, GRADIENT, PREVIOUS = range(4)  # rows of the directions d, p, -m, s
 TINY = 1e-30  # keeps divisions defined

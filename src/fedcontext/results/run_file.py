@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fedcontext.errors import FedcontextError
+from fedcontext.files.storage import check_target, clean, make_folder, naming, write_text
 from fedcontext.records import RoundRecord, Settings, manifest, read_lines, read_run, stream_records, to_json
-from fedcontext.storage import check_target, clean, make_folder, naming, write_text
 
 LOG = logging.getLogger("fedcontext")
 

@@ -11,10 +11,16 @@ from typing import Literal
 import numpy as np
 
 from fedcontext.arrays.tree import FloatArray
-from fedcontext.combination import Combination, check_combination, distances, geometric_median_weights, krum_scores
 from fedcontext.errors import FedcontextError, positive
-from fedcontext.geometry import Geometry
-from fedcontext.rules import CoordinateRule, Need, Rule, SumRule, stateless
+from fedcontext.measurement.combination import (
+    Combination,
+    check_combination,
+    distances,
+    geometric_median_weights,
+    krum_scores,
+)
+from fedcontext.measurement.geometry import Geometry
+from fedcontext.rules.base import CoordinateRule, Need, Rule, SumRule, stateless
 
 
 def krum(liars: float = 0.3) -> Rule:
@@ -124,7 +130,7 @@ def robust_gradients(rule: Rule | SumRule, how: Combination) -> Rule | SumRule:
     ``how`` is "median", "median-of-means", "trimmed-mean" or "trust", which needs ``root_gradient``, the gradient of
     samples that the server holds itself; "mean" is the rule as it is.
 
-    >>> from fedcontext.rules import contextual
+    >>> from fedcontext.rules.contextual import contextual
     >>> robust_gradients(contextual(smoothness=10), "median-of-means").name
     'contextual, median-of-means'
     """

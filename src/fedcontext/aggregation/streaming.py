@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedcontext.aggregation import add_step
+from fedcontext.aggregation.combine import add_step
+from fedcontext.aggregation.validation import checked_leaves
 from fedcontext.arrays.tree import SCRATCH, FloatArray, Leaves, Structure, kind_of, leaf_name, leaves, rebuild, size_of
 from fedcontext.errors import FedcontextError
-from fedcontext.rules import AnyRule, State, SumRule
-from fedcontext.sums import Sums, flat, unflat
-from fedcontext.validation import checked_leaves
+from fedcontext.measurement.sums import Sums, flat, unflat
+from fedcontext.rules.base import AnyRule, State, SumRule
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from fedcontext.arrays.tree import SCRATCH, FloatArray
-from fedcontext.defences import Screened
 from fedcontext.errors import FedcontextError
-from fedcontext.geometry import Vectors, inner_products, shares
+from fedcontext.measurement.defences import Screened
+from fedcontext.measurement.geometry import Vectors, inner_products, shares
 
 Combination: TypeAlias = Literal["mean", "median", "median-of-means", "trimmed-mean", "trust"]
 COMBINATIONS: dict[str, str] = {

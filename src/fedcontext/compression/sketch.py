@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedcontext.errors import FedcontextError
-from fedcontext.rotation import (
+from fedcontext.compression.rotation import (
     CHUNK,
     Key,
     Vector,
@@ -27,6 +26,7 @@ from fedcontext.rotation import (
     signs_of,
     sources_of,
 )
+from fedcontext.errors import FedcontextError
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from typing import TypeAlias
 import numpy as np
 
 from fedcontext.arrays.tree import FloatArray, Structure, leaves
-from fedcontext.attacks import liars, with_attacks
 from fedcontext.engines.base import Engine, Work
-from fedcontext.faults import FROM_LAST_ROUND, Shares, active, hit, with_faults, without_absent
-from fedcontext.geometry import Report
+from fedcontext.faults.attacks import liars, with_attacks
+from fedcontext.faults.faults import FROM_LAST_ROUND, Shares, active, hit, with_faults, without_absent
+from fedcontext.faults.reply import Reply, replies_of, report_of
+from fedcontext.measurement.geometry import Report
+from fedcontext.measurement.sums import flat
 from fedcontext.plan import IntArray, RoundPlan
-from fedcontext.reply import Reply, replies_of, report_of
-from fedcontext.rules import Need
-from fedcontext.sums import flat
+from fedcontext.rules.base import Need
 
 Answers: TypeAlias = tuple[list[Structure], list[Structure] | None]  # gradients, and their differences where asked for
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from fedcontext.arrays.tree import FloatArray, Structure, leaves, rebuild
-from fedcontext.geometry import Report, shares
-from fedcontext.rules import Need
-from fedcontext.sums import flat, unflat
+from fedcontext.measurement.geometry import Report, shares
+from fedcontext.measurement.sums import flat, unflat
+from fedcontext.rules.base import Need
 
 
 @dataclass(frozen=True)

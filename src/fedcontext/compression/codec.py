@@ -21,8 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedcontext.errors import FedcontextError
-from fedcontext.rotation import (
+from fedcontext.compression.rotation import (
     CHUNK,
     Key,
     Vector,
@@ -34,6 +33,7 @@ from fedcontext.rotation import (
     signs_of,
     sources_of,
 )
+from fedcontext.errors import FedcontextError
 
 Codes: TypeAlias = npt.NDArray[np.uint8]
 

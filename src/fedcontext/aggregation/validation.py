@@ -19,7 +19,7 @@ from fedcontext.arrays.tree import (
     leaves,
 )
 from fedcontext.errors import FedcontextError
-from fedcontext.geometry import Name, Names, Report, Structures, Vectors
+from fedcontext.measurement.geometry import Name, Names, Report, Structures, Vectors
 
 
 def validate(report: Report, base: Leaves, measured: set[str], strict: bool = True) -> Vectors:

@@ -14,7 +14,7 @@ import numpy as np
 
 from fedcontext.arrays.tree import SCRATCH, BoolArray, FloatArray, Leaves, all_finite, leaf_name
 from fedcontext.errors import FedcontextError
-from fedcontext.geometry import Geometry, Name, Products, Vectors, norms_of, shares
+from fedcontext.measurement.geometry import Geometry, Name, Products, Vectors, norms_of, shares
 
 LISTED = 5  # devices that an error names; the others are counted
 

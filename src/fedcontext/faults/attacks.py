@@ -16,9 +16,9 @@ import numpy as np
 
 from fedcontext.arrays.tree import FloatArray
 from fedcontext.datasets.federated import Samples
-from fedcontext.faults import Shares
+from fedcontext.faults.faults import Shares
+from fedcontext.faults.reply import Reply
 from fedcontext.plan import Stream, generator
-from fedcontext.reply import Reply
 
 LARGE = 1e6  # factor of scaled updates and gradients
 CLAIM = 2.0**53  # samples that a liar claims to have

@@ -13,8 +13,8 @@ from typing import TypeAlias
 import numpy as np
 
 from fedcontext.arrays.tree import FloatArray
+from fedcontext.faults.reply import Reply
 from fedcontext.plan import IntArray, RoundPlan, Stream, generator
-from fedcontext.reply import Reply
 
 FAULTS = {  # what happens to a device; the order decides the draws, so new ones come last
     "dropout": "takes no part in the round",

@@ -1,0 +1,1 @@
+"""Compression of gradients: random rotations, few-bit codes and sketches."""

@@ -1,0 +1,1 @@
+"""Files: replaced atomically, locked, with checksums and bounded parsers."""

@@ -1,0 +1,1 @@
+"""What the server measures of a round: inner products and sums over devices, bounded by the defences."""

@@ -1,0 +1,1 @@
+"""Aggregation rules, side by side, and server optimisers that can follow them."""

@@ -1,0 +1,108 @@
+"""What a rule is: a `Rule` weighs updates, a `SumRule` sees sums over devices, a `CoordinateRule` combines each entry alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from fedcontext.arrays.tree import FloatArray, Structure
+from fedcontext.errors import FedcontextError, positive
+from fedcontext.measurement.combination import Combination
+from fedcontext.measurement.geometry import Geometry
+from fedcontext.measurement.sums import Sums
+
+Averaging: TypeAlias = Literal["mean", "samples"]
+Need: TypeAlias = Literal[
+    "gradient", "differences", "own gradients", "pool", "root", "root gradient", "samples", "steps"
+]
+State: TypeAlias = Any  # numbers, arrays, and lists, tuples and dicts of them; None for a rule without memory
+
+
+def _no_state(params: Structure) -> State:
+    return None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the server weighs the devices of a round: ``weigh(geometry, state) -> (weights, state)``.
+
+    ``needs`` names what devices must send beyond their updates, ``init(params)`` gives the state before the first round,
+    and ``smoothness`` is the β that the rule itself uses, if any. ``scale_free`` says that the step does not depend on the
+    lengths of the updates; the step of other rules is limited to a multiple of them.
+    """
+
+    name: str
+    weigh: Callable[[Geometry, State], tuple[FloatArray, State]]
+    needs: frozenset[Need] = frozenset()
+    smoothness: float | None = None
+    init: Callable[[Structure], State] = _no_state
+    scale_free: bool = False
+    gradients: Combination = "mean"  # how the probes' gradients are combined; set by `robust_gradients`
+
+    def __post_init__(self) -> None:
+        _check_needs(self.name, self.needs)
+
+
+@dataclass(frozen=True)
+class SumRule:
+    """A rule that sees sums over devices alone: ``step(sums, state, population) -> (step, state, info)``.
+
+    The step is a flat float64 vector over the floating-point leaves, ``population`` the total number of devices (None
+    where unknown) and ``info`` diagnostics, which do not affect the step. ``last_step(state)`` is the last step, where the
+    rule keeps it: the defences look whether a probe's gradient difference fits it.
+    """
+
+    name: str
+    step: Callable[[Sums, State, int | None], tuple[FloatArray, State, dict[str, Any]]]
+    needs: frozenset[Need] = frozenset()
+    init: Callable[[Structure], State] = _no_state
+    smoothness: None = None
+    scale_free: bool = False
+    last_step: Callable[[State], FloatArray | None] = _no_state
+    gradients: Combination = "mean"  # how the probes' gradients are combined; set by `robust_gradients`
+
+    def __post_init__(self) -> None:
+        _check_needs(self.name, self.needs)
+
+
+@dataclass(frozen=True)
+class CoordinateRule:
+    """A rule for each entry of the model alone: ``combine(block) -> step``, from (K, n') values of the devices to (n',).
+
+    It is called for one block of entries after another. No set of K weights gives such a step.
+    """
+
+    name: str
+    combine: Callable[[FloatArray], FloatArray]
+    needs: frozenset[Need] = frozenset()
+    init: Callable[[Structure], State] = _no_state
+    smoothness: None = None
+
+
+AnyRule: TypeAlias = Rule | SumRule | CoordinateRule
+
+
+def _check_needs(name: str, needs: frozenset[Need]) -> None:
+    if unknown := set(needs) - set(get_args(Need)):
+        known = ", ".join(map(repr, get_args(Need)))
+        raise FedcontextError(f"rule {name!r}: needs must be among {known}, got {sorted(unknown)}")
+
+
+def stateless(
+    name: str,
+    weigh: Callable[[Geometry], FloatArray],
+    needs: tuple[Need, ...] = (),
+    smoothness: float | None = None,
+    scale_free: bool = False,
+) -> Rule:
+    """Return a plain function of the geometry as a `Rule`.
+
+    >>> import numpy as np
+    >>> first = stateless("first", lambda geometry: np.eye(len(geometry.gram))[0])
+    >>> weights, _ = first.weigh(Geometry(gram=np.eye(3), samples=np.ones(3)), None)
+    >>> weights
+    array([1., 0., 0.])
+    """
+    beta = None if smoothness is None else positive("smoothness", smoothness)
+    return Rule(name, lambda geometry, state: (weigh(geometry), state), frozenset(needs), beta, scale_free=scale_free)
