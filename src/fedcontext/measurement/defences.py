@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from fedcontext.arrays.tree import SCRATCH, BoolArray, FloatArray, Leaves, all_f
 from fedcontext.errors import FedcontextError
 from fedcontext.measurement.geometry import Geometry, Name, Products, Vectors, norms_of, shares
 
+NEGLIGIBLE = 1e-3  # a vector of a smaller share of the median length is named: it looks wrong
 LISTED = 5  # devices that an error names; the others are counted
 
 
@@ -84,13 +86,13 @@ class Sent:
     limit: float  # 0: vectors are not clipped
     outlier: float  # 0: no vector is out of proportion
 
-    @property
+    @cached_property
     def shares(self) -> FloatArray:
         """The norms in medians; 0 where no vector has a length, NaN where it is not known."""
         median = lower_median(self.norms)
         return self.norms / median if median else np.zeros_like(self.norms)
 
-    @property
+    @cached_property
     def factors(self) -> FloatArray:
         """What to multiply each vector with."""
         shares = self.shares
@@ -99,12 +101,14 @@ class Sent:
 
     def without(self, excluded: Collection[Name]) -> Sent:
         """Return these vectors as if those of some devices had not been sent."""
+        if not any(name in excluded for name in self.names):
+            return self
         return replace(self, norms=np.where([name in excluded for name in self.names], np.nan, self.norms))
 
     @property
     def clipped(self) -> dict[Name, str]:
         """Whose vector is clipped, and from where to where; and whose is so short that it looks wrong."""
-        rows, least = zip(self.names, self.shares, self.factors, strict=True), 1 / (self.outlier or np.inf)
+        rows, least = zip(self.names, self.shares, self.factors, strict=True), NEGLIGIBLE if self.outlier else 0
         return {
             name: f"{self.kind}: {share:.3g} times the median norm"
             + (f", clipped to {self.limit:g}" if share > 1 else "")
