@@ -401,3 +401,13 @@ def test_the_step_of_integers_is_what_params_moved_by(counts, changes, rule):
     result = fc.aggregate(params, updates, gradients=[{"w": -np.ones(2)}], rule=rule)
     assert (result.params["count"] == counts + result.step["count"]).all()
     assert result.step["count"].dtype == counts.dtype
+
+
+@pytest.mark.parametrize(
+    "rule", [fc.mean(), fc.contextual_memory(), fc.coordinate_median()], ids=lambda rule: rule.name
+)
+def test_a_step_that_out_has_overwritten_is_refused(rule):
+    params, updates = np.zeros(2), [np.ones(2), np.ones(2)]
+    result = fc.aggregate(params, updates, gradients=[-np.ones(2)], rule=rule, out=params)
+    with pytest.raises(FedcontextError, match="step is not available where out was given"):
+        _ = result.step

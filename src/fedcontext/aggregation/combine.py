@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
-from fedcontext.arrays.tree import (
-    Array,
-    FloatArray,
-    Leaves,
-    Structure,
-    all_finite,
-    framework,
-    kind_of,
-    leaf_name,
-    leaves,
-    rebuild,
-)
+from fedcontext.arrays.tree import SCRATCH, Array, FloatArray, Leaves, all_finite, framework, kind_of, leaf_name
 from fedcontext.errors import FedcontextError
 
+Rows: TypeAlias = Mapping[str, Sequence[Array]]  # by leaf: the arrays of several devices
 
-def largest_entry(name: str, leaf: Array, scratch: int) -> float:
-    """Return the largest magnitude in a leaf of params; raise `FedcontextError` if one is not finite."""
-    value = framework(leaf).largest(leaf, scratch)
-    if not np.isfinite(value):
-        raise FedcontextError(f"params: {leaf_name(name)} has NaN or infinite entries")
-    return value
+
+def largest_entries(params: Leaves, scratch: int) -> dict[str, float]:
+    """Return the largest magnitude in each floating-point leaf; raise `FedcontextError` if one is not finite."""
+    floating = {name: leaf for name, leaf in params.items() if kind_of(leaf) == "floating"}
+    largest = {name: framework(leaf).largest(leaf, scratch) for name, leaf in floating.items()}
+    for name, value in largest.items():
+        if not np.isfinite(value):
+            raise FedcontextError(f"params: {leaf_name(name)} has NaN or infinite entries")
+    return largest
 
 
 def add_weighted(
-    base: Leaves,
-    updates: Sequence[Leaves],
-    weights: Mapping[str, FloatArray],
-    safe: set[str],
-    out: Leaves | None,
-    scratch: int,
+    base: Leaves, rows: Rows, weights: Mapping[str, FloatArray], safe: set[str], out: Leaves | None, scratch: int
 ) -> Leaves:
-    """Return base + Σ weights · updates; leaves that might overflow come first, so that an error leaves ``out`` as it was."""
+    """Return base + Σ weights · rows; leaves that might overflow come first, so that an error leaves ``out`` as it was."""
     target: Mapping[str, Array | None] = dict.fromkeys(base) if out is None else out
-    rows = {name: [update[name] for update in updates] for name in base}
     unsafe = {
         name: _checked_sum(name, base[name], rows[name], weights[name], scratch) for name in base if name not in safe
     }
@@ -47,17 +35,17 @@ def add_weighted(
         name: framework(base[name]).combine(base[name], rows[name], weights[name], scratch, target[name])
         for name in safe
     }
-    return {name: new[name] if name in safe else written(unsafe[name], target[name]) for name in base}
+    return {name: new[name] if name in safe else _written(unsafe[name], target[name]) for name in base}
 
 
-def add_step(base: Leaves, step: Leaves, out: Leaves | None, scratch: int) -> Leaves:
-    """Return the leaves of params after a step, in ``out`` if given; raise `FedcontextError` if one overflows.
+def add_step(base: Leaves, step: Leaves) -> Leaves:
+    """Return the leaves of params after a step; raise `FedcontextError` if one overflows.
 
-    >>> from fedcontext.arrays.tree import SCRATCH
-    >>> add_step({"w": np.ones(2, np.float32)}, {"w": np.array([1.0, 2.0], np.float32)}, None, SCRATCH)
+    >>> add_step({"w": np.ones(2, np.float32)}, {"w": np.array([1.0, 2.0], np.float32)})
     {'w': array([2., 3.], dtype=float32)}
     """
-    return add_weighted(base, [step], dict.fromkeys(step, np.ones(1)), set(), out, scratch)
+    rows = {name: [leaf] for name, leaf in step.items()}
+    return add_weighted(base, rows, dict.fromkeys(step, np.ones(1)), set(), None, SCRATCH)
 
 
 def _checked_sum(name: str, leaf: Array, rows: Sequence[Array], weights: FloatArray, scratch: int) -> Array:
@@ -71,8 +59,7 @@ def _checked_sum(name: str, leaf: Array, rows: Sequence[Array], weights: FloatAr
     raise FedcontextError(f"the step overflows {leaf.dtype} in {leaf_name(name)}{advice}")
 
 
-def written(values: Array, target: Array | None) -> Array:
-    """Return ``target`` with the values in it, or the values where there is none."""
+def _written(values: Array, target: Array | None) -> Array:
     if target is None:
         return values
     (target.detach() if hasattr(target, "detach") else target)[...] = values
@@ -84,8 +71,8 @@ def zeros_like(base: Leaves) -> Leaves:
     return {name: leaf * 0 for name, leaf in base.items()}
 
 
-def with_integers(step: Structure, new: Structure, base: Leaves, scratch: int) -> Structure:
-    """Return the step with integer leaves as the difference of the params, which were rounded after the step was added."""
-    after, zeros = leaves(new), zeros_like({n: leaf for n, leaf in base.items() if kind_of(leaf) == "integer"})
-    weights = dict.fromkeys(zeros, np.array([1.0, -1.0]))
-    return rebuild(step, {**leaves(step), **add_weighted(zeros, [after, base], weights, set(), None, scratch)})
+def step_of_integers(new: Leaves, base: Leaves, scratch: int) -> Leaves:
+    """Return how far the integer leaves of params moved: they were rounded after the step was added."""
+    zeros = zeros_like({name: leaf for name, leaf in base.items() if kind_of(leaf) == "integer"})
+    rows = {name: [new[name], base[name]] for name in zeros}
+    return add_weighted(zeros, rows, dict.fromkeys(zeros, np.array([1.0, -1.0])), set(), None, scratch)

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedcontext.aggregation.combine import add_step
 from fedcontext.aggregation.validation import checked_leaves
-from fedcontext.arrays.tree import SCRATCH, FloatArray, Leaves, Structure, kind_of, leaf_name, leaves, rebuild, size_of
+from fedcontext.arrays.tree import FloatArray, Leaves, Structure, kind_of, leaf_name, leaves, rebuild, size_of
 from fedcontext.errors import FedcontextError
 from fedcontext.measurement.sums import Sums, flat, unflat
 from fedcontext.rules.base import AnyRule, State, SumRule
@@ -93,7 +93,7 @@ class StreamedRound:
         self._check_enough(rule, state)
         vector, state, info = rule.step(self.sums, rule.init(self.params) if state is None else state, population)
         step: Leaves = unflat(vector, self._leaves, list(self._leaves))
-        moved = add_step(self._leaves, step, None, SCRATCH)
+        moved = add_step(self._leaves, step)
         return Streamed(rebuild(self.params, moved), rebuild(self.params, step), state, info)
 
     def _check_enough(self, rule: SumRule, state: State) -> None:

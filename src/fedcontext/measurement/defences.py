@@ -164,6 +164,11 @@ class Screened:
         """(K,) what each device's update is multiplied with: 1 as it is, 0 if it is left out."""
         return np.where(self.devices, self.updates[: len(self.names)], 0)
 
+    @property
+    def averages(self) -> FloatArray:
+        """(K',) the weights of the devices that are kept in leaves that are averaged."""
+        return shares(self.samples[self.devices], self.devices.sum()) * self.rest[self.devices]
+
     def geometry(self, products: Products, steps: FloatArray | None) -> Geometry:
         """Return the geometry of all rows: gradients clipped, counts capped, and zeros for what is left out."""
         slopes = alignments = None

@@ -125,12 +125,14 @@ def dot(left: FloatArray, right: FloatArray) -> float:
     return float((left * right).sum())
 
 
-def sums_of(vectors: Vectors, names: Sequence[str], screened: Screened) -> Sums:
+def sums_of(
+    vectors: Vectors, names: Sequence[str], screened: Screened, distortions: tuple[float, float] = (0.0, 0.0)
+) -> Sums:
     """Return the sums over what devices sent, clipped, over the leaves ``names``.
 
     Own gradients count as the probes' (K2 = 0).
     """
-    total = Sums(sum(int(np.prod(vectors.updates[0][name].shape)) for name in names))
+    total = Sums(sum(size_of(vectors.updates[0][name]) for name in names), distortions=distortions)
     updates, gradients, differences = screened.updates, screened.gradients, screened.differences
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks whether the sums are finite
         for row in np.flatnonzero(screened.devices):
@@ -186,7 +188,7 @@ def unflat(vector: FloatArray, like: Leaves, names: Sequence[str]) -> Leaves:
     >>> unflat(np.ones(2), {"w": np.zeros((2, 1), np.float32)}, ["w"])["w"].dtype
     dtype('float32')
     """
-    cuts = np.cumsum([int(np.prod(like[name].shape)) for name in names])[:-1]
+    cuts = np.cumsum([size_of(like[name]) for name in names])[:-1]
     return {
         name: _like(piece.reshape(tuple(like[name].shape)), like[name])
         for name, piece in zip(names, np.split(vector, cuts), strict=True)

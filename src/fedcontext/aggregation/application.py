@@ -1,0 +1,174 @@
+"""From what devices sent to new params: by the weights of a `Rule`, or by the step of another rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fedcontext.aggregation.combine import Rows, add_weighted, step_of_integers, zeros_like
+from fedcontext.aggregation.result import Aggregation, Motion, motion_of_sums, motion_of_weights
+from fedcontext.aggregation.validation import raise_not_finite
+from fedcontext.arrays.tree import BoolArray, FloatArray, Leaves, Structure, largest_number, rebuild, size_of
+from fedcontext.errors import FedcontextError
+from fedcontext.measurement.combination import combined_probes
+from fedcontext.measurement.defences import Defences, Screened, lower_median, screen
+from fedcontext.measurement.geometry import Geometry, Report, Vectors, measure, norms_of
+from fedcontext.measurement.sums import by_coordinate, dot, flat, sums_of, unflat
+from fedcontext.rules.base import CoordinateRule, Rule, State, SumRule
+from fedcontext.rules.contextual import bound
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """All that an aggregation needs, checked."""
+
+    params: Structure
+    leaves: Leaves  # of params
+    measured: list[str]  # the leaves that enter the geometry
+    averaged: set[str]  # the leaves that are averaged instead of weighted
+    largest: Mapping[str, float]  # entry of each floating-point leaf
+    report: Report
+    vectors: Vectors  # of the report
+    state: State
+    out: Leaves | None
+    defences: Defences
+    scratch: int
+
+    def screened(self, vectors: Vectors, norms: FloatArray, **options: Any) -> Screened:
+        """Return what the defences leave of the vectors; ``norms`` are those of the updates."""
+        measured = set(self.measured)
+        rest = [name for name in self.leaves if name not in measured]
+        return screen(vectors, norms, self.measured, rest, self.defences, scratch=self.scratch, **options)
+
+    def check_finite(self, finite: bool) -> None:
+        """Raise an error that names what is not finite, if anything is."""
+        if not finite:
+            raise_not_finite(self.report, set(self.measured))
+
+    def aggregation(
+        self, rows: Rows, factors: Mapping[str, FloatArray], safe: set[str], **diagnostics: Any
+    ) -> Aggregation:
+        """Return the aggregation with params + Σ factors · rows, leaf by leaf; those that are ``safe`` cannot overflow."""
+        new = add_weighted(self.leaves, rows, factors, safe, self.out, self.scratch)
+
+        def step() -> Structure:
+            if self.out is not None:
+                raise FedcontextError("step is not available where out was given; aggregate without out")
+            floating = add_weighted(zeros_like(self.leaves), rows, factors, safe, None, self.scratch)
+            return rebuild(self.params, {**floating, **step_of_integers(new, self.leaves, self.scratch)})
+
+        return Aggregation(rebuild(self.params, new), make_step=step, **diagnostics)
+
+
+def apply_weights(rule: Rule, inputs: Inputs, smoothness: float | None) -> Aggregation:
+    """Return the params after the step Σ αₖ Δₖ with the weights of a rule."""
+    vectors, measured = inputs.vectors, inputs.measured
+    products = measure(vectors, measured, "own gradients" in rule.needs, inputs.scratch)
+    norms = np.sqrt(np.diag(products.gram))
+    weighs = "samples" in rule.needs or bool(inputs.averaged)
+    screened = inputs.screened(vectors, norms, scale_free=rule.scale_free, weighs=weighs)
+    screened = combined_probes(screened, vectors, measured, rule.gradients, sums=False, scratch=inputs.scratch)
+    geometry = screened.geometry(products, vectors.steps)
+    inputs.check_finite(geometry.finite)
+    seen, kept = geometry.rows(screened.kept, screened.updates), screened.devices
+    weights, state = rule.weigh(seen, inputs.state)
+    most = inputs.defences.max_step
+    weights, info = _limited(_checked_weights(rule, weights, kept.sum()), seen, 0 if rule.scale_free else most)
+    applied = np.zeros(len(kept))
+    applied[kept] = weights * screened.factors[kept]
+    reach = float(np.abs(applied[kept]) @ norms[: len(kept)][kept])  # no entry moves further
+    safe = {name for name in measured if inputs.largest[name] + reach <= largest_number(inputs.leaves[name])}
+    by_leaf = {
+        **dict.fromkeys(inputs.leaves, weights * _outside_factors(weights, screened, most)),
+        **dict.fromkeys(inputs.averaged, screened.averages),
+        **dict.fromkeys(measured, applied[kept]),
+    }
+    promised = bound(geometry, applied, smoothness) if smoothness and geometry.slopes is not None else math.nan
+    return inputs.aggregation(
+        _rows(inputs.leaves, vectors.updates, kept),
+        by_leaf,
+        safe,
+        weights=applied,
+        promised_change=promised,
+        geometry=geometry,
+        state=state,
+        screened=screened,
+        info=info,
+        motion=motion_of_weights(seen, weights),
+    )
+
+
+def apply_step(rule: SumRule | CoordinateRule, inputs: Inputs) -> Aggregation:
+    """Return the params after the step of a rule that sees sums over devices, or one entry at a time."""
+    measured, state = inputs.measured, inputs.state
+    vectors = replace(inputs.vectors, probe_weights=None)  # sums count every probe alike
+    norms = norms_of(vectors.updates, measured, inputs.scratch)
+    bends = _bends(rule, inputs) if inputs.defences.max_concavity else None
+    screened = inputs.screened(vectors, norms, weighs=bool(inputs.averaged), bends=bends)
+    info, motion = dict[str, Any](), Motion()
+    if isinstance(rule, CoordinateRule):
+        vector = by_coordinate(rule.combine, vectors.updates, measured, screened.factors, inputs.scratch)
+        inputs.check_finite(bool(np.isfinite(vector).all()))
+    else:
+        screened = combined_probes(screened, vectors, measured, rule.gradients, sums=True, scratch=inputs.scratch)
+        sums = sums_of(vectors, measured, screened, inputs.report.distortions)
+        inputs.check_finite(sums.finite)
+        vector, state, info = rule.step(sums, state, inputs.report.population)
+        motion = motion_of_sums(sums, vector)
+    step = {name: [leaf] for name, leaf in unflat(vector, inputs.leaves, measured).items()}
+    by_leaf = {**dict.fromkeys(measured, np.ones(1)), **dict.fromkeys(inputs.averaged, screened.averages)}
+    return inputs.aggregation(
+        {**step, **_rows(inputs.averaged, vectors.updates, screened.devices)},
+        by_leaf,
+        set(),
+        weights=info.get("mean", 1.0) / screened.devices.sum() * screened.factors,
+        promised_change=math.nan,
+        geometry=None,
+        state=state,
+        screened=screened,
+        info=info,
+        motion=motion,
+    )
+
+
+def _rows(names: Iterable[str], updates: Sequence[Leaves], kept: BoolArray) -> Rows:
+    """Return the leaves of the updates that are kept, by name."""
+    used = [update for update, use in zip(updates, kept, strict=True) if use]
+    return {name: [update[name] for update in used] for name in names}
+
+
+def _bends(rule: SumRule | CoordinateRule, inputs: Inputs) -> FloatArray | None:
+    """Return (P,) <y, s> of each probe's gradient difference and the last step, or None where the rule has none."""
+    last = rule.last_step(inputs.state) if isinstance(rule, SumRule) else None
+    size = sum(size_of(inputs.leaves[name]) for name in inputs.measured)
+    if last is None or len(last) != size or not inputs.vectors.differences:
+        return None
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.array([dot(flat(each, inputs.measured), last) for each in inputs.vectors.differences])
+
+
+def _checked_weights(rule: Rule, weights: FloatArray, count: int) -> FloatArray:
+    weights = np.asarray(weights, np.float64)
+    if weights.shape != (count,) or not np.isfinite(weights).all():
+        raise FedcontextError(f"rule '{rule.name}' must give {count} finite weights, got {weights}")
+    return weights
+
+
+def _limited(weights: FloatArray, geometry: Geometry, most: float) -> tuple[FloatArray, dict[str, Any]]:
+    """Return the weights of a step of at most ``most`` median updates (0: of any length), and a note if it was longer."""
+    gram = geometry.gram[: len(weights), : len(weights)]
+    length, limit = math.sqrt(max(float(weights @ gram @ weights), 0)), most * lower_median(np.sqrt(np.diag(gram)))
+    return (weights * limit / length, {"step_clipped": limit / length}) if 0 < limit < length else (weights, {})
+
+
+def _outside_factors(weights: FloatArray, screened: Screened, most: float) -> FloatArray:
+    """Return (K',) factors of the leaves outside the geometry: no device moves them by more than ``most`` medians."""
+    kept = screened.devices
+    lengths = np.abs(weights) * (screened.rest * screened.rest_norms)[kept]
+    limit = most * lower_median(screened.rest_norms)
+    clipped = np.divide(limit, lengths, out=np.ones(len(lengths)), where=lengths > limit)
+    return screened.rest[kept] * (clipped if most else 1)
