@@ -13,6 +13,7 @@ from typing import IO, Any, TypeAlias
 
 import numpy as np
 
+from fedcontext.aggregation.result import Aggregation
 from fedcontext.errors import FedcontextError, shortened, shown
 from fedcontext.experiment import Experiment
 from fedcontext.version import __version__
@@ -62,6 +63,23 @@ class RoundRecord:
 
 ANNOTATIONS = {each.name: str(each.type) for each in dataclasses.fields(RoundRecord)}
 ABOUT = {each.name: each.metadata["about"] for each in dataclasses.fields(RoundRecord)}
+
+
+def round_record(
+    number: int, result: Aggregation | None, loss: float | None, loss_before: float | None, **fields: Any
+) -> RoundRecord:
+    """Return the record of a round from its aggregation, None if it was lost, and the losses after and before it."""
+    change = None if loss is None or loss_before is None else loss - loss_before
+    if result is not None:
+        promised = result.promised_change
+        fields |= {
+            "weights": list(result.applied.values()),
+            "promised_change": promised if math.isfinite(promised) else None,
+            "curvature": None if change is None else result.curvature(change),
+            "condition": result.condition,
+            **vars(result.motion),
+        }
+    return RoundRecord(number, loss=loss, measured_change=change, lost=result is None, **fields)
 
 
 def manifest(settings: Settings) -> dict[str, Any]:

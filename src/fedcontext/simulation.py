@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedcontext.aggregation.aggregate import aggregate
-from fedcontext.aggregation.result import Aggregation, Motion
+from fedcontext.aggregation.result import Aggregation
 from fedcontext.algorithms import Algorithm
 from fedcontext.arrays.tree import FloatArray, Leaves, Structure, all_finite, kind_of, leaves, rebuild, size_of
 from fedcontext.datasets import FederatedData
@@ -26,7 +26,7 @@ from fedcontext.measurement.geometry import Name, Report, shares
 from fedcontext.oracle import oracle_aggregation
 from fedcontext.plan import IntArray, RoundPlan, plan_round
 from fedcontext.probing import Coding, probe_answers
-from fedcontext.records import RoundRecord
+from fedcontext.records import RoundRecord, round_record
 from fedcontext.rules.base import State as RuleState
 from fedcontext.rules.server import ServerOptimizer, except_buffers
 from fedcontext.rules.server import State as ServerState
@@ -48,12 +48,7 @@ class State:
     @property
     def carried(self) -> dict[str, Any]:
         """What a checkpoint holds beside number, params and loss."""
-        return {
-            "rule": self.rule,
-            "previous": self.previous,
-            "server": self.server,
-            "variates": self.variates,
-        }
+        return {"rule": self.rule, "previous": self.previous, "server": self.server, "variates": self.variates}
 
 
 @dataclass(frozen=True)
@@ -332,29 +327,23 @@ class Simulation:
         loss: float | None,
         accuracy: float | None,
     ) -> RoundRecord:
-        change = None if loss is None or before is None else loss - before
-        as_is = not self._changes_step  # the bound is about the rule's own step
-        promised = result.promised_change if result and as_is else None
-        motion = result.motion if result else Motion()
-        return RoundRecord(
-            number=plan.number,
-            loss=loss,
+        record = round_record(
+            plan.number,
+            result,
+            loss,
+            before,
             accuracy=accuracy,
             devices=[device_of(name) for name in result.applied] if result else [],
-            weights=list(result.applied.values()) if result else [],
-            promised_change=promised if promised is not None and np.isfinite(promised) else None,
-            measured_change=change,
             smoothness=self.smoothness,
-            curvature=result.curvature(change) if result and as_is and change is not None else None,
-            condition=result.condition if result else None,
             seconds=received.seconds,
             bytes_down=received.bytes_down,
             bytes_up=received.bytes_up,
             excluded=received.excluded,
             clipped=_by_device(result.clipped) if result else {},
-            lost=result is None,
-            **vars(motion if as_is else replace(motion, step_norm=None)),
         )
+        if self._changes_step:  # these are about the rule's own step
+            record = replace(record, promised_change=None, curvature=None, step_norm=None)
+        return record
 
 
 def _by_device(reasons: Mapping[Name, str]) -> dict[int, str]:

@@ -21,6 +21,7 @@ from fedcontext.flower.messages import Reply
 from fedcontext.flower.protocol import Arrays, printable
 from fedcontext.measurement.defences import Defences, NoneUsable, capped
 from fedcontext.measurement.geometry import Report
+from fedcontext.records import RoundRecord, round_record
 from fedcontext.rules.base import AnyRule, Rule, State
 from fedcontext.rules.server import ServerOptimizer, except_buffers
 
@@ -58,6 +59,23 @@ class Outcome:
     reason: str = ""  # why the round is lost
     bytes_down: int = 0  # of arrays sent
     bytes_up: int = 0  # of arrays received
+
+    def record(self, number: int, loss_before: float | None, seconds: float, **evaluation: float) -> RoundRecord:
+        """Return the record of the round, with the loss and accuracy of its evaluation if there was one."""
+        return round_record(
+            number,
+            self.aggregation,
+            evaluation.get("loss"),
+            loss_before,
+            accuracy=evaluation.get("accuracy"),
+            devices=self.devices,
+            smoothness=self.rule.smoothness,
+            seconds=seconds,
+            bytes_down=self.bytes_down,
+            bytes_up=self.bytes_up,
+            excluded=dict(sorted(self.excluded.items())),
+            clipped=dict(sorted(self.aggregation.clipped.items())) if self.aggregation else {},
+        )
 
 
 @dataclass(frozen=True)

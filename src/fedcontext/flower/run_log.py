@@ -15,7 +15,6 @@ from flwr.app import MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
 from fedcontext import checkpoint
-from fedcontext.aggregation.result import Motion
 from fedcontext.files.storage import check_target, clean, lock
 from fedcontext.flower.exclusion import Carried, Outcome, usable_metrics
 from fedcontext.flower.protocol import Arrays, metric
@@ -96,38 +95,6 @@ class RunLog:
         """Log what is wrong with the run at its end."""
         for finding in diagnose(self._watch.records, self._manifest):
             log.warning("Diagnosis: %s", finding)
-
-
-def round_record(
-    number: int,
-    outcome: Outcome,
-    loss_before: float | None,
-    evaluation: Mapping[str, float],
-    seconds: float,
-) -> RoundRecord:
-    """Return the record of a round, with the loss and accuracy of its ``evaluation`` if there was one."""
-    aggregation, loss = outcome.aggregation, evaluation.get("loss")
-    change = None if loss is None or loss_before is None else loss - loss_before
-    promised = aggregation.promised_change if aggregation else None
-    return RoundRecord(
-        number=number,
-        loss=loss,
-        accuracy=evaluation.get("accuracy"),
-        devices=outcome.devices,
-        weights=list(aggregation.applied.values()) if aggregation else [],
-        promised_change=promised if promised is not None and math.isfinite(promised) else None,
-        measured_change=change,
-        smoothness=outcome.rule.smoothness,
-        curvature=aggregation.curvature(change) if aggregation and change is not None else None,
-        condition=aggregation.condition if aggregation else None,
-        seconds=seconds,
-        bytes_down=outcome.bytes_down,
-        bytes_up=outcome.bytes_up,
-        excluded=dict(sorted(outcome.excluded.items())),
-        clipped=dict(sorted(aggregation.clipped.items())) if aggregation else {},
-        lost=aggregation is None,
-        **vars(aggregation.motion if aggregation else Motion()),
-    )
 
 
 def round_metrics(outcome: Outcome, strategy: FedAvg, defences: Defences | None) -> MetricRecord:

@@ -22,7 +22,7 @@ from fedcontext.flower.identity import settings_in
 from fedcontext.flower.messages import Extras, Pool, Task, message_for, parse_replies, plan_tasks
 from fedcontext.flower.protocol import Arrays, array_bytes, arrays_of, record_of
 from fedcontext.flower.roster import Roster, snapshot, wait_for_nodes
-from fedcontext.flower.run_log import RunLog, RunState, loss_and_accuracy, round_metrics, round_record
+from fedcontext.flower.run_log import RunLog, RunState, loss_and_accuracy, round_metrics
 from fedcontext.measurement.defences import Defences
 from fedcontext.plan import Probes
 from fedcontext.probing import bits_for
@@ -278,7 +278,7 @@ class ContextualStrategy(Strategy):
             return after
         after = replace(after, lost=0 if outcome.aggregation else state.lost + 1)
         seconds = time.monotonic() - began
-        self._log.write(after, round_record(number, outcome, state.loss, evaluation, seconds))
+        self._log.write(after, outcome.record(number, state.loss, seconds, **evaluation))
         if after.lost >= self.max_lost:
             raise FedcontextError(
                 f"{after.lost} consecutive rounds were lost (max_lost {self.max_lost}), the last because "
