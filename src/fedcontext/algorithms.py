@@ -1,9 +1,10 @@
-"""Named algorithms: how devices train, and how the server aggregates. To add one, write a function and name it below."""
+"""Named algorithms: how devices train, and how the server aggregates. To add one, add a line to the table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from fedcontext import variates
 from fedcontext.errors import FedcontextError, positive, shown, suggestion
@@ -41,9 +42,7 @@ class Algorithm:
     rule: AnyRule
     server: ServerOptimizer | None = None  # None adds the step to the params as it is
     variates: ControlVariates | None = None  # state that devices keep between rounds
-    oracle: bool = (
-        False  # whether the step minimises the loss of all devices over the rule's directions: simulations only
-    )
+    oracle: bool = False  # the step minimises the loss of all devices over the rule's directions: simulations only
 
 
 def fedavg(h: Hyperparameters) -> Algorithm:
@@ -57,59 +56,6 @@ def fedavg(h: Hyperparameters) -> Algorithm:
 def fedprox(h: Hyperparameters) -> Algorithm:
     """Return FedProx: local SGD with a proximal term, averaged."""
     return replace(fedavg(h), name="fedprox", local=proximal(h.mu, h.learning_rate, h.batch_size))
-
-
-def folb(h: Hyperparameters) -> Algorithm:
-    """Return FOLB: FedProx, each update weighted by how far its device's gradient agrees with the cohort's."""
-    return replace(fedprox(h), name="folb", rule=averaging.folb())
-
-
-def fedavgm(h: Hyperparameters) -> Algorithm:
-    """Return FedAvgM (Hsu et al. 2019): FedAvg with momentum on the server."""
-    optimizer = server.fedavgm(_server_rate(h, 1.0), h.server_momentum)
-    return replace(fedavg(h), name="fedavgm", server=optimizer)
-
-
-def fedadagrad(h: Hyperparameters) -> Algorithm:
-    """Return FedAdagrad (Reddi et al. 2021): FedAvg with Adagrad on the server."""
-    return replace(fedavg(h), name="fedadagrad", server=server.fedadagrad(_server_rate(h, 0.1)))
-
-
-def fedadam(h: Hyperparameters) -> Algorithm:
-    """Return FedAdam (Reddi et al. 2021): FedAvg with Adam on the server."""
-    optimizer = server.fedadam(_server_rate(h, 0.1), h.server_momentum)
-    return replace(fedavg(h), name="fedadam", server=optimizer)
-
-
-def fedyogi(h: Hyperparameters) -> Algorithm:
-    """Return FedYogi (Reddi et al. 2021): FedAvg with Yogi on the server."""
-    optimizer = server.fedyogi(_server_rate(h, 0.1), h.server_momentum)
-    return replace(fedavg(h), name="fedyogi", server=optimizer)
-
-
-def fednova(h: Hyperparameters) -> Algorithm:
-    """Return FedNova (Wang et al. 2020): FedAvg with every update divided by its number of local steps."""
-    return replace(fedavg(h), name="fednova", rule=averaging.fednova(h.averaging))
-
-
-def fedexp(h: Hyperparameters) -> Algorithm:
-    """Return FedExP (Jhunjhunwala et al. 2023): FedAvg with an extrapolated server step."""
-    return replace(fedavg(h), name="fedexp", rule=averaging.fedexp())
-
-
-def fedmgda(h: Hyperparameters) -> Algorithm:
-    """Return FedMGDA+ (Hu et al. 2022): the shortest convex combination of the normalised updates."""
-    return replace(fedavg(h), name="fedmgda", rule=averaging.fedmgda())
-
-
-def scaffold(h: Hyperparameters) -> Algorithm:
-    """Return SCAFFOLD (Karimireddy et al. 2020, option II): FedAvg with control variates against client drift."""
-    return replace(fedavg(h), name="scaffold", variates=variates.scaffold(h.learning_rate))
-
-
-def feddyn(h: Hyperparameters) -> Algorithm:
-    """Return FedDyn (Acar et al. 2021): FedProx's local training with a dynamic linear term, α = μ."""
-    return replace(fedprox(h), name="feddyn", variates=variates.feddyn(h.mu))
 
 
 def with_server_rate(algorithm: Algorithm, h: Hyperparameters) -> Algorithm:
@@ -155,40 +101,38 @@ def memory_version(algorithm: Algorithm) -> Algorithm:
     return replace(algorithm, name=f"{algorithm.name}-memory", rule=contextual_memory(), oracle=False)
 
 
-def oracle_span(h: Hyperparameters) -> Algorithm:
-    """Return an oracle that no federation can run: the lowest loss of all devices in the span of FedAvg's updates."""
-    return replace(fedavg(h), name="oracle-span", oracle=True)
+Recipe: TypeAlias = Callable[[Hyperparameters], Algorithm]
 
 
-def oracle_memory(h: Hyperparameters) -> Algorithm:
-    """Return an oracle that no federation can run: the lowest loss in the four directions of `contextual_memory`."""
-    return replace(memory_version(fedavg(h)), name="oracle-memory", oracle=True)
+def _with_rule(name: str, rule: Callable[[Hyperparameters], AnyRule], base: Recipe = fedavg) -> Recipe:
+    """Return another algorithm's local training with this rule."""
+    return lambda h: replace(base(h), name=name, rule=rule(h))
 
 
-def _with_rule(name: str, rule: Callable[[Hyperparameters], AnyRule]) -> Callable[[Hyperparameters], Algorithm]:
-    """Return FedAvg's local training with another rule."""
-    return lambda h: replace(fedavg(h), name=name, rule=rule(h))
+def _with_server(name: str, optimizer: Callable[[Hyperparameters], ServerOptimizer]) -> Recipe:
+    """Return FedAvg with an optimiser on the server."""
+    return lambda h: replace(fedavg(h), name=name, server=optimizer(h))
 
 
-ALGORITHMS: dict[str, Callable[[Hyperparameters], Algorithm]] = {
+ALGORITHMS: dict[str, Recipe] = {
     "fedavg": fedavg,
     "fedprox": fedprox,
-    "folb": folb,
+    "folb": _with_rule("folb", lambda h: averaging.folb(), fedprox),
     "fedavg-contextual": lambda h: contextual_version(fedavg(h), h.smoothness),
     "fedprox-contextual": lambda h: contextual_version(fedprox(h), h.smoothness),
     "fedavg-expected": lambda h: expected_version(fedavg(h), h.smoothness),
     "fedprox-expected": lambda h: expected_version(fedprox(h), h.smoothness),
     "fedavg-memory": lambda h: memory_version(fedavg(h)),
     "fedprox-memory": lambda h: memory_version(fedprox(h)),
-    "fedavgm": fedavgm,
-    "fedadagrad": fedadagrad,
-    "fedadam": fedadam,
-    "fedyogi": fedyogi,
-    "fednova": fednova,
-    "fedexp": fedexp,
-    "fedmgda": fedmgda,
-    "scaffold": scaffold,
-    "feddyn": feddyn,
+    "fedavgm": _with_server("fedavgm", lambda h: server.fedavgm(_server_rate(h, 1.0), h.server_momentum)),
+    "fedadagrad": _with_server("fedadagrad", lambda h: server.fedadagrad(_server_rate(h, 0.1))),
+    "fedadam": _with_server("fedadam", lambda h: server.fedadam(_server_rate(h, 0.1), h.server_momentum)),
+    "fedyogi": _with_server("fedyogi", lambda h: server.fedyogi(_server_rate(h, 0.1), h.server_momentum)),
+    "fednova": _with_rule("fednova", lambda h: averaging.fednova(h.averaging)),
+    "fedexp": _with_rule("fedexp", lambda h: averaging.fedexp()),
+    "fedmgda": _with_rule("fedmgda", lambda h: averaging.fedmgda()),
+    "scaffold": lambda h: replace(fedavg(h), name="scaffold", variates=variates.scaffold(h.learning_rate)),
+    "feddyn": lambda h: replace(fedprox(h), name="feddyn", variates=variates.feddyn(h.mu)),
     "krum": _with_rule("krum", lambda h: robust.krum(h.liars)),
     "multi-krum": _with_rule("multi-krum", lambda h: robust.multi_krum(h.liars)),
     "median": _with_rule("median", lambda h: robust.coordinate_median()),
@@ -196,8 +140,8 @@ ALGORITHMS: dict[str, Callable[[Hyperparameters], Algorithm]] = {
     "geometric-median": _with_rule("geometric-median", lambda h: robust.geometric_median()),
     "norm-clipping": _with_rule("norm-clipping", lambda h: robust.norm_clipping()),
     "fltrust": _with_rule("fltrust", lambda h: robust.fltrust()),
-    "oracle-span": oracle_span,
-    "oracle-memory": oracle_memory,
+    "oracle-span": lambda h: replace(fedavg(h), name="oracle-span", oracle=True),
+    "oracle-memory": lambda h: replace(memory_version(fedavg(h)), name="oracle-memory", oracle=True),
 }
 
 
