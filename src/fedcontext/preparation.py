@@ -10,25 +10,22 @@ from typing import Any
 import numpy as np
 
 from fedcontext.algorithms import Algorithm, Hyperparameters, algorithm_named, with_server_rate
-from fedcontext.arrays.tree import FloatArray, Structure, leaves, rebuild
+from fedcontext.arrays.tree import Structure
 from fedcontext.datasets import FederatedData, load_dataset
-from fedcontext.datasets.federated import full_participation, gather, join
+from fedcontext.datasets.federated import full_participation, gather
 from fedcontext.engines.base import Engine, EngineOptions, engine_named
 from fedcontext.errors import FedcontextError, require
 from fedcontext.experiment import Experiment, experiment_from
-from fedcontext.faults.attacks import POISONS, all_triggered
-from fedcontext.faults.disturbance import Disturbance
+from fedcontext.faults.disturbance import disturbance_of
 from fedcontext.fleet import make_fleet, profile_named
 from fedcontext.local_sgd import sgd
-from fedcontext.measurement.geometry import shares
-from fedcontext.measurement.sums import flat, unflat
 from fedcontext.plan import Stream, generator
 from fedcontext.probing import coding_for
 from fedcontext.records import RoundRecord
 from fedcontext.rules.base import AnyRule
 from fedcontext.settings import parse_shares
 from fedcontext.simulation import Simulation, State
-from fedcontext.smoothness import curvature, smoothness_of
+from fedcontext.smoothness import measured_smoothness, smoothness_of
 
 USED_WITH_RULES = ("learning_rate", "batch_size", "momentum", "weight_decay", "clip", "server_learning_rate")
 ROOT_SAMPLES = 100  # of the server's own set, as in the paper on FLTrust
@@ -80,7 +77,16 @@ def prepare(
     _check_sketch(experiment.sketch, algorithm.rule)
     coding = coding_for(experiment.gradient_bits, memory, experiment.probes == "cohort", experiment.sketch)
     beta = algorithm.rule.smoothness or beta  # the bound is reported at the rule's own β
-    disturbance = _disturbance(experiment, data, engine, algorithm, model, own_engine)
+    disturbance = disturbance_of(
+        experiment.seed,
+        parse_shares(experiment.faults),
+        parse_shares(experiment.attack),
+        data,
+        engine,
+        algorithm.rule.needs,
+        by_samples=experiment.probe_averaging == "samples",
+        make_engine=None if own_engine else lambda changed: _engine(experiment, changed, model),
+    )
     root = _root(experiment, data, model) if algorithm.rule.needs & {"root", "root gradient"} else None
     simulation = Simulation(experiment, data, engine, algorithm, fleet, beta, coding, disturbance, root)
     plan = simulation.plan(1)
@@ -112,33 +118,6 @@ def _root(experiment: Experiment, data: FederatedData, model: Any) -> Engine:
     rows = generator(experiment.seed, 0, Stream.ROOT).permutation(len(samples.labels))[:count]
     own = gather(samples.features, samples.labels, [rows])
     return _engine(experiment, FederatedData("root", own, own, data.classes), model)
-
-
-def _disturbance(
-    experiment: Experiment, data: FederatedData, engine: Engine, algorithm: Algorithm, model: Any, own_engine: bool
-) -> Disturbance | None:
-    """Return the faults and attacks of a run, with engines on poisoned data for the attacks that train on it."""
-    faults, attack = parse_shares(experiment.faults), parse_shares(experiment.attack)
-    if not faults and not attack:
-        return None
-    if own_engine and (needed := POISONS.keys() & attack.keys()):
-        raise FedcontextError(
-            f"attack {', '.join(sorted(needed))} trains on changed data, which your own engine object cannot be made for; "
-            "use an engine by name, or another attack"
-        )
-    poisoned = {
-        name: _engine(experiment, replace(data, train=data.train.map(make(data.classes))), model)
-        for name, make in POISONS.items()
-        if name in attack
-    }
-    triggered = None
-    if "backdoor" in attack:
-        samples = join([all_triggered((data.test.features, data.test.labels))])
-        triggered = _engine(experiment, FederatedData("triggered", samples, samples, data.classes), model)
-    by_samples, needs = experiment.probe_averaging == "samples", algorithm.rule.needs
-    return Disturbance(
-        experiment.seed, data.train.sizes, engine, needs, by_samples, faults, attack, poisoned, triggered
-    )
 
 
 def _check_combination(algorithm: Algorithm, engine: Engine) -> None:
@@ -255,24 +234,3 @@ def train(experiment: Experiment | None = None, **given: Any) -> Trained:
         records.append(record)
         params = after.params
     return Trained(params, records)
-
-
-def measured_smoothness(engine: Engine, data: FederatedData) -> float:
-    """Return the largest curvature of the loss over all devices, at the initial params and one gradient step on.
-
-    The first step away from zero params is where softmax regression bends most. This takes the gradient of all devices
-    some forty times: for simulations only; a federation would estimate β from probes.
-    """
-    devices = np.arange(data.population)
-    weights = shares(data.train.sizes.astype(np.float64), data.population)
-    params = engine.initial_params()
-    base = leaves(params)
-    names = [name for name in base if name not in engine.buffers]
-
-    def gradient(vector: FloatArray) -> FloatArray:
-        at = rebuild(params, {**base, **unflat(vector, base, names)})
-        return flat(leaves(engine.gradient(at, devices, weights)), names)
-
-    start = flat(base, names)
-    beta = curvature(gradient, start)
-    return max(beta, curvature(gradient, start - gradient(start) / beta))

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fedcontext.arrays.tree import FloatArray, leaves, rebuild
 from fedcontext.errors import FedcontextError, positive
+from fedcontext.measurement.geometry import shares
+from fedcontext.measurement.sums import flat, unflat
 from fedcontext.plan import Stream, generator
+
+if TYPE_CHECKING:
+    from fedcontext.datasets.federated import FederatedData
+    from fedcontext.engines.base import Engine
 
 
 def smoothness_of(choice: float | str, learning_rate: float, measure: Callable[[], float]) -> float:
@@ -30,6 +37,27 @@ def smoothness_of(choice: float | str, learning_rate: float, measure: Callable[[
         raise
     except ValueError:
         raise FedcontextError(f"smoothness must be a positive number, 1/lr or measured, got {choice!r}") from None
+
+
+def measured_smoothness(engine: Engine, data: FederatedData) -> float:
+    """Return the largest curvature of the loss over all devices, at the initial params and one gradient step on.
+
+    The curvature of softmax regression is largest after the first step away from zero params. This takes the gradient of
+    all devices some forty times: for simulations only; a federation would estimate β from probes.
+    """
+    devices = np.arange(data.population)
+    weights = shares(data.train.sizes.astype(np.float64), data.population)
+    params = engine.initial_params()
+    base = leaves(params)
+    names = [name for name in base if name not in engine.buffers]
+
+    def gradient(vector: FloatArray) -> FloatArray:
+        at = rebuild(params, {**base, **unflat(vector, base, names)})
+        return flat(leaves(engine.gradient(at, devices, weights)), names)
+
+    start = flat(base, names)
+    beta = curvature(gradient, start)
+    return max(beta, curvature(gradient, start - gradient(start) / beta))
 
 
 def curvature(

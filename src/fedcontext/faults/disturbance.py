@@ -9,8 +9,10 @@ from typing import TypeAlias
 import numpy as np
 
 from fedcontext.arrays.tree import FloatArray, Structure, leaves
+from fedcontext.datasets.federated import FederatedData, join
 from fedcontext.engines.base import Engine, Work
-from fedcontext.faults.attacks import liars, with_attacks
+from fedcontext.errors import FedcontextError
+from fedcontext.faults.attacks import POISONS, all_triggered, liars, with_attacks
 from fedcontext.faults.faults import FROM_LAST_ROUND, Shares, active, hit, with_faults, without_absent
 from fedcontext.faults.reply import Reply, replies_of, report_of
 from fedcontext.measurement.geometry import Report
@@ -128,3 +130,38 @@ class Disturbance:
                 update, gradient, difference = (vectors.get(reply.device) for vectors in by_device)
                 made[attack, reply.device] = replace(reply, update=update, gradient=gradient, difference=difference)
         return made
+
+
+def disturbance_of(
+    seed: int,
+    faults: Shares,
+    attack: Shares,
+    data: FederatedData,
+    engine: Engine,
+    needs: Collection[Need],
+    *,
+    by_samples: bool,
+    make_engine: Callable[[FederatedData], Engine] | None,
+) -> Disturbance | None:
+    """Return the faults and attacks of a run, None if there are none.
+
+    ``make_engine`` makes engines on changed data, for the attacks that train on it; None where none can be made.
+    """
+    if not faults and not attack:
+        return None
+    poisons = {name: make for name, make in POISONS.items() if name in attack}
+    if make_engine is None:
+        if poisons:
+            raise FedcontextError(
+                f"attack {', '.join(sorted(poisons))} trains on changed data, which your own engine object cannot be made "
+                "for; use an engine by name, or another attack"
+            )
+        return Disturbance(seed, data.train.sizes, engine, needs, by_samples, faults, attack)
+    poisoned = {
+        name: make_engine(replace(data, train=data.train.map(make(data.classes)))) for name, make in poisons.items()
+    }
+    triggered = None
+    if "backdoor" in attack:
+        samples = join([all_triggered((data.test.features, data.test.labels))])
+        triggered = make_engine(FederatedData("triggered", samples, samples, data.classes))
+    return Disturbance(seed, data.train.sizes, engine, needs, by_samples, faults, attack, poisoned, triggered)
