@@ -141,7 +141,7 @@ class Experiment:
     max_concavity: float = setting(
         SAFE.max_concavity,
         number(),
-        "Gradients along which the loss bends down by this multiple of the median bend are not used (memory); 0 disables",
+        "Gradients with a negative curvature along the last step above this multiple of the median are not used (memory); 0 disables",
     )
     outlier: float = setting(
         SAFE.outlier,

@@ -80,7 +80,7 @@ def aggregate(
         state: the state that the rule returned last round.
         out: where to write the new params: ``params`` itself, or a structure like it in other memory; fresh arrays if
             None.
-        defences: how far one device can go, in multiples of the round's median. What is not finite is left out and named
+        defences: limits on the influence of one device, in multiples of the round's median. What is not finite is left out and named
             in ``excluded``. None turns them off, and what is not finite is an error.
         scratch: bytes of a block; the working memory is at most four of them, whatever the size of the model.
 

@@ -15,8 +15,9 @@ from fedcontext.aggregation.validation import raise_not_finite
 from fedcontext.arrays.tree import BoolArray, FloatArray, Leaves, Structure, largest_number, rebuild, size_of
 from fedcontext.errors import FedcontextError
 from fedcontext.measurement.combination import combined_probes
-from fedcontext.measurement.defences import Defences, Screened, lower_median, screen
+from fedcontext.measurement.defences import Defences, lower_median
 from fedcontext.measurement.geometry import Geometry, Report, Vectors, measure, norms_of
+from fedcontext.measurement.screening import Screened, screen
 from fedcontext.measurement.sums import by_coordinate, dot, flat, sums_of, unflat
 from fedcontext.rules.base import CoordinateRule, Rule, State, SumRule
 from fedcontext.rules.contextual import bound
@@ -107,8 +108,8 @@ def apply_step(rule: SumRule | CoordinateRule, inputs: Inputs) -> Aggregation:
     measured, state = inputs.measured, inputs.state
     vectors = replace(inputs.vectors, probe_weights=None)  # sums count every probe alike
     norms = norms_of(vectors.updates, measured, inputs.scratch)
-    bends = _bends(rule, inputs) if inputs.defences.max_concavity else None
-    screened = inputs.screened(vectors, norms, weighs=bool(inputs.averaged), bends=bends)
+    curvatures = _curvatures(rule, inputs) if inputs.defences.max_concavity else None
+    screened = inputs.screened(vectors, norms, weighs=bool(inputs.averaged), curvatures=curvatures)
     info, motion = dict[str, Any](), Motion()
     if isinstance(rule, CoordinateRule):
         vector = by_coordinate(rule.combine, vectors.updates, measured, screened.factors, inputs.scratch)
@@ -141,7 +142,7 @@ def _rows(names: Iterable[str], updates: Sequence[Leaves], kept: BoolArray) -> R
     return {name: [update[name] for update in used] for name in names}
 
 
-def _bends(rule: SumRule | CoordinateRule, inputs: Inputs) -> FloatArray | None:
+def _curvatures(rule: SumRule | CoordinateRule, inputs: Inputs) -> FloatArray | None:
     """Return (P,) <y, s> of each probe's gradient difference and the last step, or None where the rule has none."""
     last = rule.last_step(inputs.state) if isinstance(rule, SumRule) else None
     size = sum(size_of(inputs.leaves[name]) for name in inputs.measured)

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from fedcontext.arrays.tree import FloatArray, Structure
-from fedcontext.measurement.defences import Screened
 from fedcontext.measurement.geometry import Geometry, Name, shares
+from fedcontext.measurement.screening import Screened
 from fedcontext.measurement.sums import Sums, dot
 from fedcontext.rules.base import State
 

@@ -67,7 +67,7 @@ class ContextualStrategy(Strategy):
         server: an optimiser of `fedcontext.rules.server` that acts on the step of a rule without memory, such as ``fedadam()``.
         min_replies: with fewer usable updates the round is lost: the model stays unchanged.
         max_lost: number of consecutive lost rounds that ends the run.
-        defences: how far one device can go (`fedcontext.Defences`); None turns them off.
+        defences: limits on the influence of one device (`fedcontext.Defences`); None turns them off.
         node_timeout: seconds to wait for enough nodes to connect.
         records: JSONL file for a record of every round.
         checkpoint: safetensors file for the state after every round; `start` resumes from it.

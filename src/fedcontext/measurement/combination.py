@@ -1,4 +1,4 @@
-"""How the probes' gradients become one estimate: the mean, or weights that liars cannot buy, from inner products alone.
+"""How the probes' gradients become one estimate: the mean, or robust weights, from inner products alone.
 
 All forms are weights of the probes, so they serve rules that see slopes and rules that see sums. The median is the geometric
 one, taken of vectors: the median of each slope or entry is no gradient of anything, and breaks the contextual rules.
@@ -7,14 +7,13 @@ one, taken of vectors: the median of each slope or entry is no gradient of anyth
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from fedcontext.arrays.tree import SCRATCH, FloatArray
-from fedcontext.errors import FedcontextError
-from fedcontext.measurement.defences import Screened
 from fedcontext.measurement.geometry import Vectors, inner_products, shares
+from fedcontext.measurement.screening import Screened
 
 Combination: TypeAlias = Literal["mean", "median", "median-of-means", "trimmed-mean", "trust"]
 COMBINATIONS: dict[str, str] = {
@@ -27,20 +26,6 @@ COMBINATIONS: dict[str, str] = {
 GROUPS = 5  # of the median of means
 TRIMMED = 0.3  # share of the probes that the trimmed mean leaves out
 ITERATIONS = 1000  # of the geometric median, at most
-
-
-def check_combination(how: str) -> Combination:
-    """Return the name of a combination if it is one.
-
-    >>> check_combination("average")
-    Traceback (most recent call last):
-    ...
-    fedcontext.errors.FedcontextError: gradients must be one of mean, median, median-of-means, trimmed-mean, trust, got 'average'
-    """
-    for known in get_args(Combination):
-        if how == known:
-            return known  # type: ignore[no-any-return]
-    raise FedcontextError(f"gradients must be one of {', '.join(COMBINATIONS)}, got {how!r}")
 
 
 def combined_probes(

@@ -13,8 +13,8 @@ import numpy as np
 
 from fedcontext.arrays.tree import SCRATCH, Array, FloatArray, Leaves, blocks, framework, size_of, to_numpy
 from fedcontext.errors import FedcontextError
-from fedcontext.measurement.defences import Screened
 from fedcontext.measurement.geometry import Vectors
+from fedcontext.measurement.screening import Screened
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Rules that withstand liars, as baselines, and robust gradients for the contextual rules.
+"""Robust rules from the literature, as baselines, and robust gradients for the contextual rules.
 
 ``liars`` is the share of devices that may lie; f is that share of the K devices of a round, rounded down.
 """
@@ -13,8 +13,8 @@ import numpy as np
 from fedcontext.arrays.tree import FloatArray
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.measurement.combination import (
+    COMBINATIONS,
     Combination,
-    check_combination,
     distances,
     geometric_median_weights,
     krum_scores,
@@ -138,7 +138,9 @@ def robust_gradients(rule: Rule | SumRule, how: Combination) -> Rule | SumRule:
         raise FedcontextError(
             f"rule '{rule.name}' uses no gradients to combine; use contextual() or contextual_memory()"
         )
-    if check_combination(how) == "mean":
+    if how not in COMBINATIONS:
+        raise FedcontextError(f"gradients must be one of {', '.join(COMBINATIONS)}, got {how!r}")
+    if how == "mean":
         return rule
     own: frozenset[Need] = frozenset({"root gradient"} if how == "trust" else ())
     return replace(rule, name=f"{rule.name}, {how}", needs=rule.needs | own, gradients=how)

@@ -1,0 +1,268 @@
+"""Screening of a round by the defences: vectors are clipped and counts capped against the round's median.
+
+A device that sent a vector that is not finite, or an outlier, is left out; the others are aggregated as if it had not been
+asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from fedcontext.arrays.tree import SCRATCH, BoolArray, FloatArray, Leaves, all_finite, leaf_name
+from fedcontext.measurement.defences import OFF, Defences, NoneUsable, capped, lower_median
+from fedcontext.measurement.geometry import Geometry, Name, Products, Vectors, norms_of, shares
+
+NEGLIGIBLE = 1e-3  # a vector of a smaller share of the median length is named: it looks wrong
+
+
+@dataclass(frozen=True)
+class SentVectors:
+    """One kind of vector: whose each is, how long, and how many medians long it may be.
+
+    >>> sent = SentVectors("update", ["a", "b", "c"], [], [], np.array([1.0, 2.0, 80.0]), limit=10, outlier=0)
+    >>> sent.factors, sent.clipped
+    (array([1.  , 1.  , 0.25]), {'c': 'update: 40 times the median norm, clipped to 10'})
+    """
+
+    kind: str  # as reasons name it
+    names: Sequence[Name]
+    rows: Sequence[Leaves]
+    leaves: Sequence[str]  # that the norms are over
+    norms: FloatArray
+    limit: float  # 0 disables clipping
+    outlier: float  # 0 excludes nobody
+
+    @cached_property
+    def shares(self) -> FloatArray:
+        """The norms in medians; 0 where no vector has a length, NaN where it is not known."""
+        median = lower_median(self.norms)
+        return self.norms / median if median else np.zeros_like(self.norms)
+
+    @cached_property
+    def factors(self) -> FloatArray:
+        """What to multiply each vector with."""
+        shares = self.shares
+        longer = (shares > self.limit) & bool(self.limit)
+        return np.divide(self.limit, shares, out=np.ones(len(shares)), where=longer)
+
+    def without(self, excluded: Collection[Name]) -> SentVectors:
+        """Return these vectors as if those of some devices had not been sent."""
+        if not any(name in excluded for name in self.names):
+            return self
+        return replace(self, norms=np.where([name in excluded for name in self.names], np.nan, self.norms))
+
+    @property
+    def clipped(self) -> dict[Name, str]:
+        """Whose vector is clipped, and from where to where; and whose is so short that it looks wrong."""
+        rows, least = zip(self.names, self.shares, self.factors, strict=True), NEGLIGIBLE if self.outlier else 0
+        return {
+            name: f"{self.kind}: {share:.3g} times the median norm"
+            + (f", clipped to {self.limit:g}" if share > 1 else "")
+            for name, share, factor in rows
+            if factor < 1 or 0 < share < least
+        }
+
+    @property
+    def outliers(self) -> dict[Name, str]:
+        """Whose vector is an outlier."""
+        return {
+            name: f"{self.kind}: its norm is {share:.3g} times the median, more than {self.outlier:g}"
+            for name, share in zip(self.names, self.shares, strict=True)
+            if self.outlier and share > self.outlier
+        }
+
+    @property
+    def unusable(self) -> dict[Name, str]:
+        """Whose vector has no finite norm."""
+        rows = np.flatnonzero(~np.isfinite(self.norms)).tolist()
+        return {self.names[row]: f"{self.kind}: {self._defect(self.rows[row])}" for row in rows}
+
+    def _defect(self, row: Leaves) -> str:
+        bad = [name for name in self.leaves if not all_finite(row[name])]
+        return f"{leaf_name(bad[0])} has NaN or infinite entries" if bad else "its squared norm overflows float64"
+
+
+@dataclass(frozen=True)
+class Screened:
+    """What remains of a round: who is left out, and what each vector is multiplied with."""
+
+    names: Sequence[Name]  # (K,) of the devices
+    kept: BoolArray  # (M,) which updates, the pool's behind the cohort's
+    probes: BoolArray  # (P,) which gradients
+    updates: FloatArray  # (M,) factors
+    gradients: FloatArray  # (P,) factors
+    differences: FloatArray  # (P,) factors
+    own_gradients: FloatArray  # (K,) factors
+    rest: FloatArray  # (K,) factors of the updates' leaves that are not measured
+    rest_norms: FloatArray  # (K,)
+    samples: FloatArray  # (K,) capped
+    probe_weights: FloatArray | None  # (P,) capped
+    excluded: dict[Name, str]
+    clipped: dict[Name, str]
+
+    @property
+    def devices(self) -> BoolArray:
+        """(K,) the devices whose updates are applied."""
+        return self.kept[: len(self.names)]
+
+    @property
+    def factors(self) -> FloatArray:
+        """(K,) what each device's update is multiplied with: 1 as it is, 0 if it is left out."""
+        return np.where(self.devices, self.updates[: len(self.names)], 0)
+
+    @property
+    def averages(self) -> FloatArray:
+        """(K',) the weights of the devices that are kept in leaves that are averaged."""
+        return shares(self.samples[self.devices], self.devices.sum()) * self.rest[self.devices]
+
+    def geometry(self, products: Products, steps: FloatArray | None) -> Geometry:
+        """Return the geometry of all rows: gradients clipped, counts capped, and zeros for what is left out."""
+        slopes = alignments = None
+        weights = None if self.probe_weights is None else self.probe_weights[self.probes]
+        if products.slopes is not None:
+            slopes = np.where(self.kept, products.slopes[self.probes] * self.gradients[self.probes, None], 0)
+        if products.own is not None:
+            between = products.own[:, self.probes] * np.outer(self.own_gradients, self.gradients[self.probes])
+            alignments = np.where(self.devices[:, None], between, 0) @ shares(weights, between.shape[1])
+        gram = np.where(np.outer(self.kept, self.kept), products.gram, 0)
+        return Geometry(gram, np.where(self.devices, self.samples, 0), slopes, weights, alignments, steps)
+
+
+def screen(
+    vectors: Vectors,
+    update_norms: FloatArray,
+    measured: Sequence[str],
+    rest: Sequence[str],
+    defences: Defences,
+    *,
+    scale_free: bool = False,
+    weighs: bool = True,
+    curvatures: FloatArray | None = None,
+    scratch: int = SCRATCH,
+) -> Screened:
+    """Return whose vectors are used, and how far each is clipped; raise `NoneUsable` if none are.
+
+    Args:
+        vectors: what devices sent; rows without a name, such as the server's own, are used as they are.
+        update_norms: (M,) of the updates and the pool's, over the ``measured`` leaves.
+        measured: the leaves that enter the geometry.
+        rest: the other leaves.
+        defences: the limits.
+        scale_free: whether the step does not depend on the updates' lengths: then none of them is an outlier.
+        weighs: whether the devices' sample counts weigh anything; else only outliers among them are named.
+        curvatures: (P,) inner products of the gradient differences with the last step, where the rule knows it.
+        scratch: bytes of a block.
+    """
+    groups = _groups(vectors, update_norms, measured, rest, defences, scale_free, scratch)
+    excluded = _excluded(vectors, groups) if defences.outlier else {}
+    groups = [group.without(excluded) for group in groups]
+    updates, gradients, differences, own, others = groups
+    devices, probing = vectors.names.devices, vectors.names.probes
+    kept = _padded([name not in excluded for name in updates.names], len(update_norms)) > 0
+    probes = _padded([name not in excluded for name in probing], len(vectors.probes)) > 0
+    concave = _concave(probing, curvatures, probes, defences.max_concavity)
+    samples, weights = np.where(kept[: len(devices)], vectors.samples, 0), vectors.probe_weights
+    weights = None if weights is None else np.where(probes, weights, 0)
+    most, named_from = defences.max_samples, defences.max_samples if weighs else defences.outlier or np.inf
+    notes = [note for group in groups for note in group.clipped.items()] + list(concave.items())
+    notes += _caps(devices, samples, most, named_from) + _caps(probing, weights, most, most)
+    return Screened(
+        names=devices,
+        kept=kept,
+        probes=_padded([name not in {**excluded, **concave} for name in probing], len(probes)) > 0,
+        updates=_padded(updates.factors, len(update_norms)),
+        gradients=_padded(gradients.factors, len(vectors.probes)),
+        differences=differences.factors,
+        own_gradients=own.factors,
+        rest=others.factors,
+        rest_norms=others.norms,
+        samples=capped(samples, most),
+        probe_weights=None if weights is None else capped(weights, most),
+        excluded=excluded,
+        clipped=_joined(notes),
+    )
+
+
+def _groups(
+    vectors: Vectors,
+    update_norms: FloatArray,
+    measured: Sequence[str],
+    rest: Sequence[str],
+    defences: Defences,
+    scale_free: bool,
+    scratch: int,
+) -> list[SentVectors]:
+    """Return updates, gradients, differences, own gradients, and the leaves of updates outside the geometry."""
+    names, longest = vectors.names, defences.max_gradient
+
+    def sent(
+        kind: str, owners: Sequence[Name], rows: Sequence[Leaves], leaves: Sequence[str], limit: float
+    ) -> SentVectors:
+        rows = rows[: len(owners)]
+        norms = norms_of(rows, leaves, scratch) if leaves and defences != OFF else np.zeros(len(rows))
+        return SentVectors(kind, owners[: len(rows)], rows, leaves, norms, limit, defences.outlier)
+
+    owners, outlier = [*names.devices, *names.pool], 0 if scale_free else defences.outlier
+    rows, norms = [*vectors.updates, *vectors.pool][: len(owners)], update_norms[: len(owners)]
+    gradients = sent("gradient", names.probes, vectors.probes, measured, longest)
+    return [
+        SentVectors("update", owners, rows, measured, norms, defences.max_update, outlier),
+        gradients,
+        sent("gradient difference", names.probes, vectors.differences, measured, longest),
+        sent("gradient", names.devices, vectors.own_gradients, measured, longest) if vectors.gradients else gradients,
+        sent("update outside the geometry", names.devices, vectors.updates, rest, defences.max_update),
+    ]
+
+
+def _excluded(vectors: Vectors, groups: Sequence[SentVectors]) -> dict[Name, str]:
+    """Return who is left out and why: first what cannot be used at all, then outliers."""
+    excluded = dict(vectors.names.invalid)
+    for group in groups:
+        excluded = group.unusable | excluded
+    for group in groups:
+        excluded = group.outliers | excluded
+    for kind, owners in (("update", vectors.names.devices), ("gradient", vectors.names.probes)):
+        if owners and all(name in excluded for name in owners):
+            raise NoneUsable(kind, len(owners), excluded)
+    return excluded
+
+
+def _caps(names: Sequence[Name], counts: FloatArray | None, most: float, named_from: float) -> list[tuple[Name, str]]:
+    """Return notes on counts of more than ``named_from`` medians, which are capped to ``most``."""
+    median = 0.0 if counts is None else lower_median(counts)
+    if not names or counts is None or not median or not most:
+        return []
+    shares = zip(names, counts / median, strict=True)
+    return [(n, f"samples: {x:.3g} times the median, capped to {most:g}") for n, x in shares if x > named_from]
+
+
+def _concave(names: Sequence[Name], curvatures: FloatArray | None, probes: BoolArray, most: float) -> dict[Name, str]:
+    """Return whose gradients are not used: those with negative curvature where that of most devices is positive.
+
+    That is the mark of a reversed gradient: for a convex loss <∇F(w) - ∇F(w'), w - w'> is never negative.
+    """
+    median = float(np.median(curvatures[probes])) if curvatures is not None and len(names) else 0.0
+    if curvatures is None or not most or not median > 0:
+        return {}
+    return {
+        name: f"gradient: its curvature along the last step is {share:.3g} times the median, and it is not used"
+        for name, share, used in zip(names, curvatures / median, probes, strict=True)
+        if used and share < -most
+    }
+
+
+def _padded(values: Sequence[bool] | FloatArray, count: int) -> FloatArray:
+    """Return (count,) the values, and ones for rows without an owner: they are trusted."""
+    return np.concatenate([np.asarray(values, np.float64), np.ones(count - len(values))])
+
+
+def _joined(notes: Iterable[tuple[Name, str]]) -> dict[Name, str]:
+    """Return the notes by device, without repetitions."""
+    by_name: dict[Name, dict[str, None]] = {}
+    for name, note in notes:
+        by_name.setdefault(name, {})[note] = None
+    return {name: "; ".join(own) for name, own in by_name.items()}
