@@ -16,7 +16,7 @@ import fedcontext as fc
 from fedcontext.cli.app import app
 from fedcontext.records import RoundRecord
 from fedcontext.report.page_data import page_data
-from fedcontext.results.diagnosis import Watch
+from fedcontext.results.diagnosis import Monitor
 from fedcontext.results.reader import COSTS, METRICS, coerce_row, read_runs
 
 SLOW = ["--dataset", "synthetic-iid", "--algorithm", "fedavg-contextual", "--rounds", "6", "--epochs", "1..2"]
@@ -24,8 +24,8 @@ SLOW = ["--dataset", "synthetic-iid", "--algorithm", "fedavg-contextual", "--rou
 
 def found(experiment: fc.Experiment) -> set[str]:
     """All that is found in a run, at its end or before."""
-    watch = Watch(vars(experiment))
-    return {finding.what for record in fc.train(experiment).records for finding in watch.add(record)}
+    monitor = Monitor(vars(experiment))
+    return {finding.what for record in fc.train(experiment).records for finding in monitor.add(record)}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fedcontext as fc
 from fedcontext.errors import FedcontextError
-from fedcontext.faults.attacks import ATTACKS, Crowd, liars, with_attacks
+from fedcontext.faults.attacks import ATTACKS, Adversary, liars, with_attacks
 from fedcontext.faults.faults import FAULTS, active, hit
 from fedcontext.faults.reply import Reply, replies_of, report_of
 from fedcontext.plan import plan_round
@@ -196,7 +196,7 @@ def crowd_of(updates, lying=1):
     replies = [
         Reply(k, np.asarray(update, float), gradient=np.asarray(update, float)) for k, update in enumerate(updates)
     ]
-    return Crowd(replies, lying, seed=0, number=1, trained={})
+    return Adversary(replies, lying, seed=0, number=1, trained={})
 
 
 def told(name, updates, mine, lying=1):

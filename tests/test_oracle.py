@@ -1,4 +1,4 @@
-"""Oracles: rulers that look at all data, and so are never behind the rule whose directions they have."""
+"""Oracles: they look at all data, and so are never behind the rule whose directions they have."""
 
 from __future__ import annotations
 

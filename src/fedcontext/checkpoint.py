@@ -116,11 +116,11 @@ def _read_newest(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             raise FedcontextError(f"{error}: delete it to start anew") from None
         LOG.warning("%s; resuming from the one before it", error)
     try:
-        found = _read(earlier)
+        content = _read(earlier)
     except _Damaged as error:
         raise FedcontextError(f"{error}: delete it and {path.name} to start anew") from None
     os.replace(earlier, path)  # else the next save would put a damaged one in its place
-    return found
+    return content
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

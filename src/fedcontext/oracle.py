@@ -1,7 +1,7 @@
 """Oracles: the true training loss of all devices, minimised over a few directions. For simulations only.
 
-No federation can run them, because every round passes over all devices' data many times. They are rulers: how much a rule
-loses because it does not know the best coefficients, and how much a set of directions can give at all.
+No federation can run them, because every round passes over all devices' data many times. They measure
+how much a rule loses because it does not know the best coefficients, and how much a set of directions can give at all.
 """
 
 from __future__ import annotations

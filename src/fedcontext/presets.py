@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict
 from typing import Any
 
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment, experiment_from
-from fedcontext.measurement.defences import Defences
+from fedcontext.measurement.defences import OFF
 
 PRESETS: dict[str, Mapping[str, Any]] = {
     "paper": {
@@ -20,7 +20,7 @@ PRESETS: dict[str, Mapping[str, Any]] = {
         "probes": "all",
         "averaging": "mean",
         "probe_averaging": "mean",
-        **{each.name: 0.0 for each in fields(Defences)},  # the paper has no defences
+        **asdict(OFF),  # the paper has no defences
     }
 }
 

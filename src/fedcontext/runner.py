@@ -26,7 +26,7 @@ from fedcontext.records import RoundRecord, read_run
 from fedcontext.results.run_file import append_records, open_run
 from fedcontext.simulation import Simulation, State
 
-MAX_HELD = 200  # runs whose files are held before they start; each takes an open file
+MAX_LOCKED = 200  # runs whose files are locked before they start; each takes an open file
 
 
 def run(
@@ -72,7 +72,7 @@ def run(
     files = RunFiles(Path(out), experiment.name)
     files.check()
     simulation = prepare(experiment, data=data, engine=engine)
-    with files.held(), _advice(files, resume):
+    with files.locked(), _advice(files, resume):
         return _run(simulation, files, on_round, resume, save)
 
 
@@ -105,13 +105,13 @@ class RunFiles:
             check_target(path)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the files for this run; does nothing where `run_all` already holds them for it."""
-        with nullcontext() if self.records in _held.get() else lock(self.records):
+    def locked(self) -> Iterator[None]:
+        """Lock the files for this run; does nothing where `run_all` has locked them already."""
+        with nullcontext() if self.records in _locked.get() else lock(self.records):
             yield
 
 
-_held: ContextVar[frozenset[Path]] = ContextVar("held", default=frozenset())  # records of the runs of `run_all`
+_locked: ContextVar[frozenset[Path]] = ContextVar("locked", default=frozenset())  # records of the runs of `run_all`
 
 
 def _run(
@@ -227,28 +227,28 @@ def run_all(
     by_model = {(each.dataset, each.model): each for each in experiments}
     for experiment in dict.fromkeys((*by_algorithm.values(), *by_model.values())):
         prepare(experiment)  # an error in the settings is raised before anything is written
-    with _held_for(experiments, out):
+    with _locked_for(experiments, out):
         if jobs <= 1 or len(experiments) <= 1:
             return [run(experiment, out, on_round) for experiment in experiments]
-        return run_in_processes(experiments, out, jobs, on_round, partial(_run_held, run, _held.get()))
+        return run_in_processes(experiments, out, jobs, on_round, partial(_run_locked, run, _locked.get()))
 
 
 @contextmanager
-def _held_for(experiments: Sequence[Experiment], out: Path) -> Iterator[None]:
-    """Hold the files of all experiments, so that no later run can take those of one that has not started."""
-    files = [RunFiles(out, experiment.name) for experiment in experiments[:MAX_HELD]]
+def _locked_for(experiments: Sequence[Experiment], out: Path) -> Iterator[None]:
+    """Lock the files of all experiments, so that no later run can take those of one that has not started."""
+    files = [RunFiles(out, experiment.name) for experiment in experiments[:MAX_LOCKED]]
     with ExitStack() as stack:
         for each in files:
             each.check()
-            stack.enter_context(each.held())
-        before = _held.set(_held.get() | {each.records for each in files})
-        stack.callback(_held.reset, before)
+            stack.enter_context(each.locked())
+        before = _locked.set(_locked.get() | {each.records for each in files})
+        stack.callback(_locked.reset, before)
         yield
 
 
-def _run_held(
-    run: Run, held: frozenset[Path], experiment: Experiment, out: Path, on_round: OnRound
+def _run_locked(
+    run: Run, locked: frozenset[Path], experiment: Experiment, out: Path, on_round: OnRound
 ) -> list[RoundRecord]:
-    """Run an experiment in a worker process whose parent holds the files."""
-    _held.set(held)
+    """Run an experiment in a worker process whose parent has locked the files."""
+    _locked.set(locked)
     return run(experiment, out, on_round)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from fedcontext.console import err
 from fedcontext.experiment import Experiment
 from fedcontext.records import RoundRecord
-from fedcontext.results.diagnosis import Watch
+from fedcontext.results.diagnosis import Monitor
 from fedcontext.runner import OnRound
 
 
 def print_findings() -> OnRound:
     """Return the callback that prints a finding once for each data set and algorithm, whatever the number of seeds."""
-    watches: dict[str, Watch] = {}
+    monitors: dict[str, Monitor] = {}
     seen: set[tuple[str, str, str]] = set()
 
     def on_round(experiment: Experiment, record: RoundRecord) -> None:
-        watch = watches.setdefault(experiment.name, Watch(vars(experiment)))
-        for finding in watch.add(record):
+        monitor = monitors.setdefault(experiment.name, Monitor(vars(experiment)))
+        for finding in monitor.add(record):
             key = experiment.dataset, experiment.algorithm, finding.what
             if key not in seen:
                 seen.add(key)

@@ -26,8 +26,8 @@ TRIGGER, VALUE = 20, 4.0  # the trigger of a backdoor: this value in the first t
 
 
 @dataclass(frozen=True)
-class Crowd:
-    """What liars know of a round."""
+class Adversary:
+    """What all liars of a round know."""
 
     honest: Sequence[Reply]
     liars: int
@@ -81,57 +81,57 @@ class Crowd:
         return np.asarray(self.mean - low * spread)
 
 
-def _sends(update: Callable[[FloatArray, Crowd], FloatArray]) -> Callable[[Reply, Crowd], Reply]:
+def _sends(update: Callable[[FloatArray, Adversary], FloatArray]) -> Callable[[Reply, Adversary], Reply]:
     """Return the attack of a liar that sends another update, if it was asked for one."""
 
-    def attack(reply: Reply, crowd: Crowd) -> Reply:
-        return reply if reply.update is None else replace(reply, update=update(reply.update, crowd))
+    def attack(reply: Reply, adversary: Adversary) -> Reply:
+        return reply if reply.update is None else replace(reply, update=update(reply.update, adversary))
 
     return attack
 
 
-def _gradients_times(factor: float) -> Callable[[Reply, Crowd], Reply]:
-    def attack(reply: Reply, crowd: Crowd) -> Reply:
+def _gradients_times(factor: float) -> Callable[[Reply, Adversary], Reply]:
+    def attack(reply: Reply, adversary: Adversary) -> Reply:
         parts = {name: getattr(reply, name) for name in ("gradient", "difference")}
         return replace(reply, **{name: factor * part for name, part in parts.items() if part is not None})
 
     return attack
 
 
-def _noise(reply: Reply, crowd: Crowd) -> Reply:
+def _noise(reply: Reply, adversary: Adversary) -> Reply:
     if reply.update is None:
         return reply
-    noise = generator(crowd.seed, crowd.number, Stream.ATTACKS, reply.device).standard_normal(reply.update.size)
+    noise = generator(adversary.seed, adversary.number, Stream.ATTACKS, reply.device).standard_normal(reply.update.size)
     return replace(reply, update=10 * np.linalg.norm(reply.update) / np.linalg.norm(noise) * noise)
 
 
-def _poisoned(name: str) -> Callable[[Reply, Crowd], Reply]:
+def _poisoned(name: str) -> Callable[[Reply, Adversary], Reply]:
     """Return the attack of a liar that computes all it sends on poisoned data."""
 
-    def attack(reply: Reply, crowd: Crowd) -> Reply:
-        own = crowd.trained[name, reply.device]
+    def attack(reply: Reply, adversary: Adversary) -> Reply:
+        own = adversary.trained[name, reply.device]
         return replace(reply, update=own.update, gradient=own.gradient, difference=own.difference)
 
     return attack
 
 
-def _backdoor(reply: Reply, crowd: Crowd) -> Reply:
+def _backdoor(reply: Reply, adversary: Adversary) -> Reply:
     """Train on samples with the trigger, and add as long a step down the honest gradient, so that the update looks useful."""
     if reply.update is None:
         return reply
-    update = crowd.trained["backdoor", reply.device].update
+    update = adversary.trained["backdoor", reply.device].update
     assert update is not None
-    descent = -crowd.gradient / (np.linalg.norm(crowd.gradient) or 1.0)
+    descent = -adversary.gradient / (np.linalg.norm(adversary.gradient) or 1.0)
     return replace(reply, update=update + np.linalg.norm(update) * descent)
 
 
-def _two_faced(reply: Reply, crowd: Crowd) -> Reply:
+def _two_faced(reply: Reply, adversary: Adversary) -> Reply:
     """Send an update in a random direction, and a gradient that promises a steep descent along it."""
-    length, steepness = np.linalg.norm(crowd.mean), 10 * np.linalg.norm(crowd.gradient)
+    length, steepness = np.linalg.norm(adversary.mean), 10 * np.linalg.norm(adversary.gradient)
     return replace(
         reply,
-        update=None if reply.update is None else length * crowd.target,
-        gradient=None if reply.gradient is None else -steepness * crowd.target,
+        update=None if reply.update is None else length * adversary.target,
+        gradient=None if reply.gradient is None else -steepness * adversary.target,
     )
 
 
@@ -140,31 +140,31 @@ class Attack:
     """What liars do, in words and as a function of their honest reply."""
 
     help: str
-    lie: Callable[[Reply, Crowd], Reply]
+    lie: Callable[[Reply, Adversary], Reply]
 
 
 ATTACKS = {
-    "sign-flip": Attack("send the opposite of their update", _sends(lambda update, crowd: -update)),
-    "scaling": Attack("send their update times 1e6", _sends(lambda update, crowd: LARGE * update)),
+    "sign-flip": Attack("send the opposite of their update", _sends(lambda update, adversary: -update)),
+    "scaling": Attack("send their update times 1e6", _sends(lambda update, adversary: LARGE * update)),
     "noise": Attack("send Gaussian noise, ten times as long as their update", _noise),
     "label-flip": Attack("train on labels in reverse order, c -> C - 1 - c", _poisoned("label-flip")),
     "collusion": Attack(
         "all send the same random direction, as long as the honest mean, in every round",
-        _sends(lambda update, crowd: np.linalg.norm(crowd.mean) * crowd.target),
+        _sends(lambda update, adversary: np.linalg.norm(adversary.mean) * adversary.target),
     ),
     "inner-product": Attack(
-        "send -1/2 of the honest mean (Xie et al. 2020)", _sends(lambda update, crowd: -crowd.mean / 2)
+        "send -1/2 of the honest mean (Xie et al. 2020)", _sends(lambda update, adversary: -adversary.mean / 2)
     ),
     "little": Attack(
         "send the honest mean less z standard deviations (Baruch et al. 2019)",
-        _sends(lambda update, crowd: crowd.little),
+        _sends(lambda update, adversary: adversary.little),
     ),
     "min-max": Attack(
         "send the honest mean less as many standard deviations as stay within the honest spread "
         "(Shejwalkar and Houmansadr 2021)",
-        _sends(lambda update, crowd: crowd.min_max),
+        _sends(lambda update, adversary: adversary.min_max),
     ),
-    "samples": Attack("claim to have 2^53 samples", lambda reply, crowd: replace(reply, samples=CLAIM)),
+    "samples": Attack("claim to have 2^53 samples", lambda reply, adversary: replace(reply, samples=CLAIM)),
     "gradient-scaling": Attack("send their gradient times 1e6", _gradients_times(LARGE)),
     "gradient-flip": Attack("send the opposite of their gradient", _gradients_times(-1.0)),
     "two-faced": Attack("send a random direction as update, and a steep gradient that favours it", _two_faced),
@@ -251,7 +251,7 @@ def with_attacks(
         lying = liars(seed, population, share)
         honest = [reply for reply in replies if reply.device not in lying]
         trains = [reply for reply in replies if reply.update is not None and not reply.pool]
-        crowd = Crowd(honest, sum(reply.device in lying for reply in trains), seed, number, trained)
-        if len(crowd.updates):
-            changed = [ATTACKS[name].lie(reply, crowd) if reply.device in lying else reply for reply in changed]
+        adversary = Adversary(honest, sum(reply.device in lying for reply in trains), seed, number, trained)
+        if len(adversary.updates):
+            changed = [ATTACKS[name].lie(reply, adversary) if reply.device in lying else reply for reply in changed]
     return changed

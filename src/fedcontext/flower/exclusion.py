@@ -102,8 +102,8 @@ def aggregate_usable(
     try:
         aggregation, after = _aggregate(params, usable, aggregator, carried, buffers)
     except (FedcontextError, np.linalg.LinAlgError) as error:
-        found = error.excluded if isinstance(error, NoneUsable) else {}
-        return Outcome(rule, None, [], usable, excluded | found, carried, str(error))
+        unusable = error.excluded if isinstance(error, NoneUsable) else {}
+        return Outcome(rule, None, [], usable, excluded | unusable, carried, str(error))
     excluded = excluded | aggregation.excluded
     usable = [reply for reply in usable if reply.task.device not in excluded]
     return Outcome(rule, aggregation, list(aggregation.applied), usable, excluded, after)

@@ -20,7 +20,7 @@ from fedcontext.flower.exclusion import Carried, Outcome, usable_metrics
 from fedcontext.flower.protocol import Arrays, metric
 from fedcontext.measurement.defences import Defences
 from fedcontext.records import RoundRecord
-from fedcontext.results.diagnosis import Watch, diagnose
+from fedcontext.results.diagnosis import Monitor, diagnose
 from fedcontext.results.run_file import append_records, open_run
 
 log = logging.getLogger("flwr")
@@ -48,7 +48,7 @@ class RunLog:
         self._active: Path | None = None  # the file that the records go to
         self._manifest: dict[str, Any] = {}
         self._identity: dict[str, Any] = {}
-        self._watch = Watch()
+        self._monitor = Monitor()
 
     @contextmanager
     def open(self, initial: Arrays, identity: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[RunState]:
@@ -65,7 +65,7 @@ class RunLog:
             state, done = self._resumed(initial), list[RoundRecord]()
             if self._records:
                 self._active, done = stack.enter_context(open_run(self._records, self._manifest, state.number))
-            self._watch = Watch(self._manifest, done)
+            self._monitor = Monitor(self._manifest, done)
             yield state
 
     def _resumed(self, initial: Arrays) -> RunState:
@@ -82,7 +82,7 @@ class RunLog:
 
         A finding about the run is logged when it is first seen.
         """
-        for finding in self._watch.add(record) if record else ():
+        for finding in self._monitor.add(record) if record else ():
             log.warning("\t> %s", finding)
         if self._active and record:
             list(append_records(self._active, self._manifest, [record]))
@@ -93,7 +93,7 @@ class RunLog:
 
     def log_findings(self) -> None:
         """Log what is wrong with the run at its end."""
-        for finding in diagnose(self._watch.records, self._manifest):
+        for finding in diagnose(self._monitor.records, self._manifest):
             log.warning("Diagnosis: %s", finding)
 
 

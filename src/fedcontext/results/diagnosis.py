@@ -53,11 +53,11 @@ def diagnose(records: Sequence[RoundRecord], settings: Mapping[str, Any] | None 
     return [slow] if slow and not findings else findings
 
 
-class Watch:
+class Monitor:
     """Diagnoses a run while it goes on, and reports each finding once.
 
-    >>> watch = Watch()
-    >>> [len(watch.add(RoundRecord(number, update_norm=0.0))) for number in (1, 2, 3)]
+    >>> monitor = Monitor()
+    >>> [len(monitor.add(RoundRecord(number, update_norm=0.0))) for number in (1, 2, 3)]
     [0, 1, 0]
     """
 

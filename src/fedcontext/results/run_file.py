@@ -52,23 +52,23 @@ def open_run(path: Path, settings: Settings, done: int = 0) -> Iterator[tuple[Pa
     """Yield the file to which a run appends its records, and the first ``done`` records, which are already in it.
 
     A finished file is never shortened: where there is one, records go to ``<path>.new``, which replaces ``path`` at the
-    end of the block. If the block fails before ``path`` is outdone, both are kept, so that the run can resume.
+    end of the block. If the block fails with fewer rounds than ``path`` has, both are kept, so that the run can resume.
     """
-    for file in (path, _beside(path)):
+    for file in (path, _new_file(path)):
         check_target(file)
     make_folder(path.parent)
-    clean(path, _beside(path))
-    active, records = _continued(path, settings, done) if done else (_fresh(path), [])
+    clean(path, _new_file(path))
+    active, records = _continued(path, settings, done) if done else (_first_file(path), [])
     try:
         yield active, records
     except BaseException:
         _cut_incomplete_line(active)
-        _settle(active, path, complete=False)
+        _replace_earlier(active, path, complete=False)
         raise
-    _settle(active, path, complete=True)
+    _replace_earlier(active, path, complete=True)
 
 
-def _settle(active: Path, path: Path, complete: bool) -> None:
+def _replace_earlier(active: Path, path: Path, complete: bool) -> None:
     """Put the records of this run in the place of earlier ones, unless it failed and they are finished or longer."""
     rounds = count_rounds(active)
     if not rounds and not complete:
@@ -81,31 +81,32 @@ def _settle(active: Path, path: Path, complete: bool) -> None:
         LOG.warning("%s is of an earlier run that got further, and is kept; this run's rounds are in %s", path, active)
 
 
-def _beside(path: Path) -> Path:
+def _new_file(path: Path) -> Path:
+    """Return where records go while an earlier file is at ``path``."""
     return path.with_name(f"{path.name}.new")
 
 
-def _fresh(path: Path) -> Path:
+def _first_file(path: Path) -> Path:
     """Return the file for a run from its start: ``path`` if that is free."""
     with naming(path):
-        _beside(path).unlink(missing_ok=True)
-    return _beside(path) if path.exists() and path.stat().st_size else path
+        _new_file(path).unlink(missing_ok=True)
+    return _new_file(path) if path.exists() and path.stat().st_size else path
 
 
 def _continued(path: Path, settings: Settings, done: int) -> tuple[Path, list[RoundRecord]]:
     """Return the file with the first ``done`` rounds of a run and nothing behind them, and those records."""
-    source = _beside(path) if _belongs(_beside(path), settings, done) else path
+    source = _new_file(path) if _is_of_this_run(_new_file(path), settings, done) else path
     _, records = _first_rounds(source, done)
-    active = _beside(path) if len(records) > done and _is_finished(source) else source
+    active = _new_file(path) if len(records) > done and _is_finished(source) else source
     kept = "\n".join(read_lines(source)[: done + 1]) + "\n"
     if not active.exists() or active.read_bytes() != kept.encode():
         write_text(active, kept)  # on disk when it returns: the checkpoint must not be ahead of the records
     if active == path:
-        _beside(path).unlink(missing_ok=True)
+        _new_file(path).unlink(missing_ok=True)
     return active, records[:done]
 
 
-def _belongs(path: Path, settings: Settings, done: int) -> bool:
+def _is_of_this_run(path: Path, settings: Settings, done: int) -> bool:
     """Return whether ``path`` has the first rounds of the run with these settings, whatever its number of rounds."""
     try:
         head, _ = _first_rounds(path, done)

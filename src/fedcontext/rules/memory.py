@@ -120,12 +120,12 @@ def memory_step(
     lengths = np.array([_norm(vector) for vector in unit])
     unit /= lengths[:, None]
 
-    trust = _followed(memory.trust, settings.trust_growth, g, y, memory.step, settings.floor, settings.largest)
+    trust = _adapted(memory.trust, settings.trust_growth, g, y, memory.step, settings.floor, settings.largest)
     bend = dot(y, memory.step)  # <y, s>: positive where the loss was convex along the last step
     fit = _curvature_fit(memory, y, u, settings) if bend > 0 else (memory.normal, memory.right, memory.curvature)
     slopes = _along(unit, m)
     if sums.product is not None:
-        slopes = _half_left_out(slopes, sums, prior, gain, scale, unit, lengths)
+        slopes = _leave_one_out(slopes, sums, prior, gain, scale, unit, lengths)
     hits, squares, factors = _calibration(slopes, g - y, m, error, memory, settings)
     if bend > 0:
         hessian = _hessian(unit, u, fit[2], y, bend, lengths[PREVIOUS], settings)
@@ -135,7 +135,7 @@ def memory_step(
     length = settings.decay * memory.length + (1 - settings.decay) * lengths[MEAN]
     reference = max(lengths[MEAN], length)
     limit = min(settings.reach * trust * reference, max(settings.stretch * lengths[PREVIOUS], lengths[MEAN]))
-    anchor = _followed(memory.anchor, settings.growth, g, y, memory.deviation, settings.floor / 2, settings.largest)
+    anchor = _adapted(memory.anchor, settings.growth, g, y, memory.deviation, settings.floor / 2, settings.largest)
     most = anchor * reference
     if not memory.deviation.any():
         most = min(most, settings.trial * lengths[MEAN])
@@ -194,7 +194,7 @@ def _gradient_estimate(
     return m, (1 - gain) ** 2 * drift + gain**2 * noise, gain
 
 
-def _followed(
+def _adapted(
     value: float, growth: float, g: FloatArray, y: FloatArray, move: FloatArray, least: float, most: float
 ) -> float:
     """Return a limit scaled by the evidence of fresh gradients on the last ``move``.
@@ -241,7 +241,7 @@ def _hessian(
     return np.asarray(h)
 
 
-def _half_left_out(
+def _leave_one_out(
     slopes: FloatArray,
     sums: Sums,
     prior: FloatArray,

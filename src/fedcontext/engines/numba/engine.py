@@ -148,13 +148,13 @@ class SoftmaxNumba:
         return loss / len(train.labels), correct / max(1, len(test.labels))
 
     def _pass(self, params: Matrix, split: Split, factors: Matrix) -> tuple[float, int, Matrix]:
-        """Return the sum of all losses, the hits, and Σ factors · gradients (zeros without factors)."""
+        """Return the sum of all losses, the number of correct guesses, and Σ factors · gradients (zeros without factors)."""
         start = _by_class(params)
 
         def block_pass(begin: int) -> tuple[float, int, Matrix]:
             block, gradient = slice(begin, begin + ROWS), np.zeros_like(self._initial)
-            found = sweep(split.features[block], split.labels[block], factors[block], *start, gradient)
-            return *found, gradient
+            loss, correct = sweep(split.features[block], split.labels[block], factors[block], *start, gradient)
+            return loss, correct, gradient
 
         blocks = on_all_cores(block_pass, range(0, len(split.labels), ROWS))
         total = sum((gradient for _, _, gradient in blocks), np.zeros(self._initial.shape))

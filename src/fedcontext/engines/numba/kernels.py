@@ -1,4 +1,4 @@
-"""Compiled softmax regression: local SGD on one device, and losses, hits and gradients over many samples.
+"""Compiled softmax regression: local SGD on one device, and losses, correct guesses and gradients over many samples.
 
 Weights are stored class by class, (C, d), and scores as (C, n), so that every inner loop runs along contiguous memory
 and vectorises for any number of classes. With ten classes both products are too narrow for BLAS: OpenBLAS takes
