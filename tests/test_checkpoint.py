@@ -135,7 +135,7 @@ def test_the_records_are_on_the_disk_before_the_checkpoint(tmp_path: Path, monke
     assert synced == [("run.jsonl", False), (".run.part", True), (tmp_path.name, False)]
 
 
-HOLD = "import sys, time; from pathlib import Path; from fedcontext import storage\n"
+HOLD = "import sys, time; from pathlib import Path; from fedcontext.files import storage\n"
 HOLD += "with storage.lock(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
 
 
@@ -154,6 +154,14 @@ def test_a_checkpoint_held_by_another_process_is_refused_until_that_process_ends
     with storage.lock(tmp_path / "run"):
         assert (tmp_path / "run.lock").read_text() == str(os.getpid())
     assert not (tmp_path / "run.lock").exists()
+
+
+def test_a_run_waits_for_a_process_that_is_ending(tmp_path: Path) -> None:
+    ending = HOLD.replace("time.sleep(60)", "time.sleep(0.5)")
+    with subprocess.Popen([sys.executable, "-c", ending, tmp_path / "run"], stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        with storage.lock(tmp_path / "run", patience=60):
+            assert (tmp_path / "run.lock").read_text() == str(os.getpid())
 
 
 def test_without_posix_locks_the_process_id_in_the_file_is_the_lock(tmp_path: Path, monkeypatch) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,8 +128,8 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """Hold ``path`` for one run; an error names the process that already holds it.
+def lock(path: Path, patience: float = 0.0) -> Iterator[None]:
+    """Hold ``path`` for one run; an error names the process that still holds it after ``patience`` seconds.
 
     The lock is on the file ``<path>.lock``, which has the process id and is removed afterwards. The operating system
     releases it when the process ends, in whatever way.
@@ -139,7 +140,7 @@ def lock(path: Path) -> Iterator[None]:
     """
     make_folder(path.parent)
     lock_path = path.with_name(f"{path.name}.lock")
-    handle = _open_locked(path, lock_path)
+    handle = _open_locked(path, lock_path, time.monotonic() + patience)
     try:
         with naming(lock_path):
             os.truncate(handle, 0)
@@ -151,7 +152,7 @@ def lock(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _open_locked(path: Path, lock_path: Path) -> int:
+def _open_locked(path: Path, lock_path: Path, until: float) -> int:
     """Return the open and locked file; one that its last holder has just removed is opened anew."""
     while True:
         check_target(lock_path)
@@ -160,6 +161,9 @@ def _open_locked(path: Path, lock_path: Path) -> int:
         if not _acquire(handle, path):
             holder = os.read(handle, 20).decode(errors="replace") or "unknown"
             os.close(handle)
+            if time.monotonic() < until and holder != str(os.getpid()):
+                time.sleep(0.1)
+                continue
             raise FileError(
                 f"{path}: process {holder} is already running on this file: wait until it ends, or write elsewhere "
                 f"(if no such process exists, delete {lock_path})"

@@ -25,6 +25,7 @@ from fedcontext.results.run_file import append_records, open_run
 
 log = logging.getLogger("flwr")
 LOSS = ("loss", "eval_loss", "eval-loss")  # names that apps use
+ENDING = 30  # seconds in which a server app ends after its SuperLink was killed
 ACCURACY = ("accuracy", "eval_acc", "eval_accuracy", "eval-acc", "eval-accuracy")
 
 
@@ -60,7 +61,7 @@ class RunLog:
         with ExitStack() as stack:
             for path in filter(None, (self._records, self._checkpoint)):
                 check_target(path)
-                stack.enter_context(lock(path))
+                stack.enter_context(lock(path, ENDING))
                 clean(path)
             state, done = self._resumed(initial), list[RoundRecord]()
             if self._records:
