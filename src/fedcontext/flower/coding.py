@@ -42,9 +42,9 @@ class Code:
 class RoundCodes:
     """The codes of one round, a different key for each vector."""
 
-    bits: tuple[int, int]  # of gradients and of differences
-    seed: int
-    number: int
+    bits: tuple[int, int] = (PLAIN, PLAIN)  # of gradients and of differences
+    seed: int = 0
+    number: int = 0  # of the round
 
     @property
     def distortions(self) -> tuple[float, float]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, Literal
 
 import numpy as np
-from flwr.app import Message, MetricRecord, RecordDict
 
 from fedcontext.aggregation.aggregate import aggregate
 from fedcontext.aggregation.result import Aggregation
@@ -19,7 +18,7 @@ from fedcontext.arrays.tree import all_finite
 from fedcontext.errors import FedcontextError
 from fedcontext.flower.messages import Reply
 from fedcontext.flower.protocol import Arrays, printable
-from fedcontext.measurement.defences import Defences, NoneUsable, capped
+from fedcontext.measurement.defences import Defences, NoneUsable
 from fedcontext.measurement.geometry import Report
 from fedcontext.records import RoundRecord, round_record
 from fedcontext.rules.base import AnyRule, Rule, State
@@ -197,54 +196,3 @@ def _defect(params: Arrays, reply: Reply, buffers: set[str], layers: Sequence[st
         names = {"own gradient of device": "gradient", "difference of probe": "gradient difference", "device": "update"}
         return printable(reduce(lambda text, name: text.replace(f"{name} 0: ", f"{names[name]}: "), names, str(error)))
     return ""
-
-
-def usable_evaluations(
-    replies: Iterable[Message],
-    device_of: Callable[[int], int | None],
-    samples_key: str,
-    defences: Defences | None = None,
-) -> list[Message]:
-    """Return the evaluation replies with finite metrics of the most common form, sorted by device, then the errors.
-
-    The sample counts, by which metrics are averaged, are capped as those of updates are.
-    """
-    replies = sorted(replies, key=lambda reply: device_of(reply.metadata.src_node_id) or 0)
-    usable = usable_metrics([reply.content for reply in replies if reply.has_content()], samples_key, defences)
-    kept = {id(content) for content in usable}
-    good = [reply for reply in replies if reply.has_content() and id(reply.content) in kept]
-    return good + [reply for reply in replies if reply.has_error()]
-
-
-def usable_metrics(
-    contents: Sequence[RecordDict], samples_key: str, defences: Defences | None = None
-) -> list[RecordDict]:
-    """Return the contents whose metrics are finite and of the most common form, with sample counts capped."""
-    finite = [content for content in contents if _has_finite_metrics(content, samples_key)]
-    common = Counter(map(_form, finite)).most_common(1)
-    usable = [content for content in finite if _form(content) == common[0][0]]
-    if usable and defences:
-        _cap_samples([next(iter(c.metric_records.values())) for c in usable], samples_key, defences.max_samples)
-    return usable
-
-
-def _cap_samples(records: Sequence[MetricRecord], samples_key: str, multiple: float) -> None:
-    counts = np.array([record[samples_key] for record in records], np.float64)
-    for record, count in zip(records, capped(counts, multiple).tolist(), strict=True):
-        if count < record[samples_key]:
-            record[samples_key] = count
-
-
-def _has_finite_metrics(content: RecordDict, samples_key: str) -> bool:
-    records = list(content.metric_records.values())
-    if len(records) != 1:
-        return False
-    values = [v for value in records[0].values() for v in (value if isinstance(value, list) else [value])]
-    samples = records[0].get(samples_key)
-    return all(math.isfinite(v) for v in values) and isinstance(samples, int | float) and samples > 0
-
-
-def _form(content: RecordDict) -> tuple[object, ...]:
-    """Return the names of the metrics, with the lengths of those that are lists."""
-    ((name, metrics),) = content.metric_records.items()
-    return name, *sorted((key, len(value) if isinstance(value, list) else -1) for key, value in metrics.items())

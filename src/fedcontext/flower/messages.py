@@ -114,7 +114,7 @@ def _plan(
 class Extras:
     """What the messages of a round contain beyond the wrapped strategy's content."""
 
-    codes: RoundCodes  # of gradients and differences
+    codes: RoundCodes = RoundCodes()  # of gradients and differences  # noqa: RUF009
     previous: ArrayRecord | None = None  # where differences are requested: the params before the last aggregation
 
 

@@ -1,32 +1,25 @@
-"""What a run writes: metrics for Flower, a record per round for reports, a checkpoint to resume from."""
+"""What a run writes: a record per round for reports, and a checkpoint to resume from."""
 
 from __future__ import annotations
 
 import json
 import logging
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flwr.app import MetricRecord, RecordDict
-from flwr.serverapp.strategy import FedAvg
-
 from fedcontext import checkpoint
 from fedcontext.files.storage import check_target, clean, lock
-from fedcontext.flower.exclusion import Carried, Outcome, usable_metrics
-from fedcontext.flower.protocol import Arrays, metric
-from fedcontext.measurement.defences import Defences
+from fedcontext.flower.exclusion import Carried
+from fedcontext.flower.protocol import Arrays
 from fedcontext.records import RoundRecord
 from fedcontext.results.diagnosis import Monitor, diagnose
 from fedcontext.results.run_file import append_records, open_run
 
 log = logging.getLogger("flwr")
-LOSS = ("loss", "eval_loss", "eval-loss")  # names that apps use
 ENDING = 30  # seconds in which a server app ends after its SuperLink was killed
-ACCURACY = ("accuracy", "eval_acc", "eval_accuracy", "eval-acc", "eval-accuracy")
 
 
 @dataclass(frozen=True)
@@ -96,41 +89,3 @@ class RunLog:
         """Log what is wrong with the run at its end."""
         for finding in diagnose(self._monitor.records, self._manifest):
             log.warning("Diagnosis: %s", finding)
-
-
-def round_metrics(outcome: Outcome, strategy: FedAvg, defences: Defences | None) -> MetricRecord:
-    """Return the clients' training metrics, aggregated by ``strategy``, and those of the aggregation."""
-    aggregation = outcome.aggregation
-    ours: dict[str, Any] = {
-        "devices": outcome.devices,
-        "weights": list(aggregation.applied.values()) if aggregation else [],
-        "promised-change": aggregation.promised_change if aggregation else math.nan,
-        "condition": math.nan if aggregation is None or aggregation.condition is None else aggregation.condition,
-        "excluded": sorted(outcome.excluded),
-        "clipped": sorted(aggregation.clipped) if aggregation else [],
-        "lost": int(aggregation is None),
-    }
-    trained = [reply.content for reply in outcome.replies if reply.task.group]
-    trained = usable_metrics(trained, strategy.weighted_by_key, defences)
-    return MetricRecord({**_client_metrics(trained, strategy), **{f"fedcontext.{k}": v for k, v in ours.items()}})
-
-
-def _client_metrics(contents: Sequence[RecordDict], strategy: FedAvg) -> Mapping[str, Any]:
-    if not contents:
-        return {}
-    try:
-        return strategy.train_metrics_aggr_fn(list(contents), strategy.weighted_by_key)
-    except (ArithmeticError, LookupError, StopIteration, TypeError, ValueError) as error:
-        log.warning("the clients' training metrics cannot be aggregated: %s", error)
-        return {}
-
-
-def loss_and_accuracy(metrics: MetricRecord) -> dict[str, float]:
-    """Return the loss and the accuracy in ``metrics``, if there, under these names.
-
-    >>> loss_and_accuracy(MetricRecord({"eval_loss": 0.5, "lr": 0.1}))
-    {'loss': 0.5}
-    """
-    content = RecordDict({"metrics": metrics})
-    values = {"loss": metric(content, *LOSS), "accuracy": metric(content, *ACCURACY)}
-    return {name: value for name, value in values.items() if not math.isnan(value)}

@@ -16,17 +16,18 @@ from flwr.serverapp.strategy import FedAvg, Result, Strategy
 from fedcontext.arrays.tree import all_finite
 from fedcontext.errors import FedcontextError, positive, shown
 from fedcontext.experiment import checked
-from fedcontext.flower.coding import PLAIN, RoundCodes
-from fedcontext.flower.exclusion import Aggregator, Carried, Outcome, Settings, aggregate_usable, usable_evaluations
+from fedcontext.flower.coding import RoundCodes
+from fedcontext.flower.compatibility import check_rule, checked_inner
+from fedcontext.flower.exclusion import Aggregator, Carried, Outcome, Settings, aggregate_usable
 from fedcontext.flower.identity import settings_in
 from fedcontext.flower.messages import Extras, Pool, Task, message_for, parse_replies, plan_tasks
+from fedcontext.flower.metrics import loss_and_accuracy, round_metrics, usable_evaluations
 from fedcontext.flower.protocol import Arrays, array_bytes, arrays_of, record_of
 from fedcontext.flower.roster import Roster, snapshot, wait_for_nodes
-from fedcontext.flower.run_log import RunLog, RunState, loss_and_accuracy, round_metrics
+from fedcontext.flower.run_log import RunLog, RunState
 from fedcontext.measurement.defences import Defences
 from fedcontext.plan import Probes
 from fedcontext.probing import bits_for
-from fedcontext.rules import server as optimizers
 from fedcontext.rules.base import AnyRule, Rule
 from fedcontext.rules.contextual import contextual
 from fedcontext.rules.memory import contextual_memory
@@ -36,11 +37,6 @@ from fedcontext.settings import integer
 log = logging.getLogger("flwr")
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 DEFAULT_PROBES = 20
-SIMULATED_ONLY = {
-    "root": "an update of the server's own samples",
-    "root gradient": "a gradient of the server's own samples",
-    "steps": "the number of local steps",
-}
 
 
 class ContextualStrategy(Strategy):
@@ -96,7 +92,12 @@ class ContextualStrategy(Strategy):
         checkpoint: str | Path | None = None,
         name: str = "federation",
     ) -> None:
-        self.inner = _checked_inner(inner)
+        if isinstance(inner, ContextualStrategy):
+            raise FedcontextError(
+                "inner is already a ContextualStrategy, as FedAvg of fedcontext.flower is; "
+                "wrap Flower's own: from flwr.serverapp.strategy import FedAvg"
+            )
+        self.inner = checked_inner(inner)
         self.rule = contextual_memory() if rule is None else rule
         if not isinstance(self.rule, AnyRule) and not callable(self.rule):
             raise FedcontextError(
@@ -144,7 +145,8 @@ class ContextualStrategy(Strategy):
         tasks = plan_tasks(self.seed, server_round, devices, cohort, rule.needs, chosen, self.pool, self.epochs)
         log.info("configure_train: %s nodes report gradients", sum(task.gradient for task in tasks))
         previous = None if self._carried.previous is None else record_of(self._carried.previous)
-        extras = Extras(RoundCodes(self._bits_of(rule, chosen), self.seed, server_round), previous)
+        bits = bits_for(self.gradient_bits, "differences" in rule.needs, chosen == "cohort")
+        extras = Extras(RoundCodes(bits, self.seed, server_round), previous)
         template = sampled[0].content
         sent = [(task, message_for(task, template, node_of[task.device], self._timeout, extras)) for task in tasks]
         messages = [message for _, message in sent]
@@ -170,7 +172,7 @@ class ContextualStrategy(Strategy):
         for device, reason in sorted(outcome.excluded.items()):
             log.warning("\t> Excluded device %d: %s", device, reason)
         metrics, aggregation = round_metrics(outcome, self.inner, self.settings.defences), outcome.aggregation
-        kept = aggregation and replace(aggregation, make_step=_no_step)
+        kept = aggregation and replace(aggregation, make_step=lambda: None)
         self._outcome = replace(outcome, replies=(), aggregation=kept)  # frees the updates
         if aggregation is None:
             log.warning("\t> Round %d is lost, the model is unchanged: %s", server_round, outcome.reason)
@@ -185,12 +187,9 @@ class ContextualStrategy(Strategy):
         sent = {message.metadata.message_id: task for task, message in current.sent}
         device_of, key = self._roster.device_of, self.inner.weighted_by_key
         size = array_bytes(replies)
-        extras = current.extras or Extras(
-            RoundCodes((PLAIN, PLAIN), self.seed, current.number)
-        )  # where nobody was asked
-        parsed, excluded = parse_replies(sent, replies, current.params, extras, device_of, key)
+        parsed, excluded = parse_replies(sent, replies, current.params, current.extras, device_of, key)
         assert isinstance(self.rule, AnyRule)  # configure_train resolved it
-        noise = extras.codes.distortions
+        noise = current.extras.codes.distortions
         aggregator = Aggregator(self.rule, self.settings, self.server, current.population, noise)
         outcome = aggregate_usable(current.params, parsed, excluded, aggregator, self._carried)
         return replace(outcome, bytes_down=current.bytes_down, bytes_up=size)
@@ -291,26 +290,13 @@ class ContextualStrategy(Strategy):
             self.rule = self.rule(config)
         if not isinstance(self.rule, AnyRule):
             raise FedcontextError(f"the function given as rule must return a rule, got {shown(self.rule)}")
-        if missing := [about for need, about in SIMULATED_ONLY.items() if need in self.rule.needs]:
-            raise FedcontextError(
-                f"rule '{self.rule.name}' needs {missing[0]}, which clients do not send: it is for simulations and "
-                "aggregate; use another rule, such as contextual_memory() or krum()"
-            )
-        if self.server is not None and "differences" in self.rule.needs:
-            raise FedcontextError(
-                f"{self.server.name} cannot follow rule '{self.rule.name}', which models the step that it takes itself: "
-                f"write ContextualStrategy(FedAvg(...), rule=by_samples(), server={self.server.name}())"
-            )
+        check_rule(self.rule, self.server)
         return self.rule
 
     def _probes_of(self, rule: AnyRule, cohort: int, connected: int) -> Probes:
         if self.probes is not None:
             return self.probes
         return "cohort" if "differences" not in rule.needs or cohort == connected else DEFAULT_PROBES
-
-    def _bits_of(self, rule: AnyRule, probes: Probes) -> tuple[int, int]:
-        """Return the bits of gradients and differences."""
-        return bits_for(self.gradient_bits, "differences" in rule.needs, probes == "cohort")
 
     def _identity(self, rule: AnyRule) -> dict[str, Any]:
         """Return the settings that determine a round: a checkpoint is resumed only with the same ones."""
@@ -337,52 +323,9 @@ class _Round:
     params: Arrays
     trains: bool  # whether the wrapped strategy sampled any node
     sent: Sequence[tuple[Task, Message]] = ()
-    extras: Extras | None = None
+    extras: Extras = Extras()  # noqa: RUF009
     population: int | None = None  # connected devices
     bytes_down: int = 0
-
-
-def _no_step() -> None:
-    return None
-
-
-def _share(inner: Any) -> str:
-    """Return the share of malicious nodes that one of Flower's strategies is set up for, as an argument."""
-    return f"liars={min(inner.num_malicious_nodes / max(inner.min_train_nodes, 1), 0.49):.2g}"
-
-
-ROBUST: dict[str, Callable[[Any], str]] = {  # our rules in place of the aggregation of Flower's strategies
-    "Krum": lambda inner: f"krum({_share(inner)})",
-    "MultiKrum": lambda inner: f"multi_krum({_share(inner)})",
-    "Bulyan": lambda inner: f"multi_krum({_share(inner)})",
-    "FedMedian": lambda inner: "coordinate_median()",
-    "FedTrimmedAvg": lambda inner: f"trimmed_mean(liars={inner.beta:.2g})",
-}
-
-
-def _checked_inner(inner: Strategy) -> FedAvg:
-    """Return ``inner`` if all that the rule replaces is FedAvg's weighted average."""
-    if isinstance(inner, FedAvg) and type(inner).aggregate_train is FedAvg.aggregate_train:
-        return inner
-    wraps, optimizer = isinstance(getattr(inner, "strategy", None), Strategy), type(inner).__name__.lower()
-    if isinstance(inner, ContextualStrategy):
-        raise FedcontextError(
-            "inner is already a ContextualStrategy, as FedAvg of fedcontext.flower is; "
-            "wrap Flower's own: from flwr.serverapp.strategy import FedAvg"
-        )
-    advice, source = "", "; no rule can be combined with it"
-    if hasattr(optimizers, optimizer):
-        advice, source = (
-            f", rule=by_samples(), server={optimizer}()",
-            f", with {optimizer} from fedcontext.rules.server",
-        )
-    elif make := ROBUST.get(type(inner).__name__):
-        advice, source = f", rule={make(inner)}", ", with this rule from fedcontext"
-    raise FedcontextError(
-        f"{type(inner).__name__} cannot be wrapped: the rule replaces aggregate_train, so its "
-        f"{'clipping and noise' if wraps else 'own aggregation'} would have no effect. Write "
-        f"ContextualStrategy(FedAvg(...){advice}) instead{source}"
-    )
 
 
 def _note(results: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> dict[str, float]:
