@@ -94,11 +94,10 @@ def test_the_devices_of_a_worker_lost_in_training_are_run_again(two, data):
     assert pids_of(two)[1] != before[1]
 
 
-def test_a_worker_lost_at_every_attempt_is_an_error(cluster, data, monkeypatch):
-    engine = SoftmaxRay(data, workers=1)
-    lost = engine.workers[0]
-    ray.kill(lost)
-    monkeypatch.setattr(engine, "_new_worker", lambda: lost)
+def test_a_worker_lost_at_every_attempt_is_an_error(cluster):
+    data = synthetic(1, 1, devices=5, on_demand=True)
+    deadly = dataclasses.replace(data.train, generate=lambda device: os.kill(os.getpid(), signal.SIGKILL))
+    engine = SoftmaxRay(dataclasses.replace(data, train=deadly), workers=1, engine="reference")
     with pytest.raises(fc.FedcontextError, match="lost in each of 4 attempts"):
         engine.gradients(engine.initial_params(), np.arange(2))
 
