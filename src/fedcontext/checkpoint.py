@@ -186,14 +186,10 @@ def _pack(value: Any, tensors: dict[str, Any]) -> Any:
         return {"by number": [[key, _pack(child, tensors)] for key, child in value.items()]}
     if type(value) in (list, tuple):
         return {type(value).__name__: [_pack(child, tensors) for child in value]}
-    if isinstance(value, np.ndarray | np.generic):
-        name = f"{RULE}{len(tensors)}"
-        tensors[name] = _to_numpy(name, np.asarray(value))
-        return {"array": name}
     if hasattr(value, "shape"):
-        name = f"{RULE}{len(tensors)}"
-        tensors[name] = _to_numpy(name, value)
-        return {"bfloat16" if _is_bfloat16(value) else "tensor": name}
+        name, host = f"{RULE}{len(tensors)}", isinstance(value, np.ndarray | np.generic)
+        tensors[name] = _to_numpy(name, np.asarray(value) if host else value)
+        return {"array" if host else "bfloat16" if _is_bfloat16(value) else "tensor": name}
     raise FedcontextError(
         "a rule's state must consist of numbers, strings, NumPy arrays, lists, tuples and dicts to be saved, "
         f"got {type(value).__name__}"

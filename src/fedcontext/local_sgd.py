@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fedcontext.arrays.tree import Structure
 from fedcontext.errors import FedcontextError, positive
+from fedcontext.plan import IntArray
 
 NAMED = 3  # devices that an error names; the others are counted
 
@@ -41,6 +42,10 @@ class LocalSGD:
                 raise FedcontextError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if not 0 <= self.momentum < 1:
             raise FedcontextError(f"momentum must be from 0 to below 1, got {self.momentum}")
+
+    def steps(self, samples: IntArray, epochs: IntArray) -> IntArray:
+        """Return the number of steps of devices with so many samples and epochs: batches are rounded up in each epoch."""
+        return epochs * -(-samples // self.batch_size)
 
     def check_supported(self, engine: str) -> None:
         """Raise an error, in the name of ``engine``, for settings that only engine 'torch' supports.

@@ -123,7 +123,7 @@ class Simulation:
     def report(self, state: State, plan: RoundPlan, received: Replies) -> Report:
         """Return what the devices of a round send: updates, and the gradients that the rule needs."""
         devices, pool, probes = plan.devices[received.cohort], plan.pool[received.pool], plan.probes[received.probes]
-        needs = self.algorithm.rule.needs
+        needs, samples = self.algorithm.rule.needs, self.data.train.sizes[devices]
         cohort_probes = np.array_equal(np.sort(probes), np.sort(devices))
         probes = devices if cohort_probes else probes
         updates = self._train(state, plan, received)
@@ -143,7 +143,7 @@ class Simulation:
             gradient = self.engine.gradient(state.params, probes, self._probe_weights(probes))
         return Report(
             updates=dict(zip(devices.tolist(), updates[: len(devices)], strict=True)),
-            samples=self.data.train.sizes[devices],
+            samples=samples,
             gradient=gradient,
             gradients=gradients,
             probe_weights=self._probe_weights(probes) if gradients or (own and cohort_probes) else None,
@@ -152,7 +152,7 @@ class Simulation:
             differences=differences,
             population=self.data.population,
             distortions=self.coding.distortions,
-            steps=self._steps(devices, plan.epochs[received.cohort]).tolist(),
+            steps=self.algorithm.local.steps(samples, plan.epochs[received.cohort]).tolist(),
         )
 
     def _replies(self, plan: RoundPlan, state: State) -> Replies:
@@ -306,10 +306,6 @@ class Simulation:
     def _optimizer(self) -> ServerOptimizer | None:
         """The server optimiser; buffers are averaged, not optimised."""
         return self.algorithm.server and except_buffers(self.algorithm.server, self.engine.buffers)
-
-    def _steps(self, devices: IntArray, epochs: IntArray) -> IntArray:
-        """Return the number of local SGD steps of each device."""
-        return epochs * -(-self.data.train.sizes[devices] // self.algorithm.local.batch_size)
 
     def _evaluates(self, number: int) -> bool:
         return number % self.experiment.eval_every == 0 or number == self.experiment.rounds

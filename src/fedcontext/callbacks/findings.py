@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedcontext.console import err
+from fedcontext.console import warn
 from fedcontext.experiment import Experiment
 from fedcontext.records import RoundRecord
 from fedcontext.results.diagnosis import Monitor
@@ -21,6 +21,6 @@ def print_findings() -> OnRound:
             if key not in seen:
                 seen.add(key)
                 where = f"{experiment.algorithm} on {experiment.dataset}, seed {experiment.seed}, round {record.number}"
-                err.print(f"{where}: {finding}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+                warn(f"{where}: {finding}")
 
     return on_round

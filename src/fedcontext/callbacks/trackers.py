@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
-from fedcontext.console import err
+from fedcontext.console import warn
 from fedcontext.errors import FedcontextError, require
 from fedcontext.experiment import Experiment
 from fedcontext.records import RoundRecord
@@ -188,6 +188,5 @@ class TrackedRuns:
             action()
         except Exception as error:  # a tracker may raise anything
             if not self.failed:
-                message = f"tracking to {self.name} failed and is disabled: {type(error).__name__}: {error}"
-                err.print(message, style="yellow", highlight=False, markup=False, soft_wrap=True)
+                warn(f"tracking to {self.name} failed and is disabled: {type(error).__name__}: {error}")
             self.failed = True

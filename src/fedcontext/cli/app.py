@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from fedcontext.cli import leaderboard, report, reproduce, run, stress
 from fedcontext.cli import list as listing
 from fedcontext.cli.options import Command
-from fedcontext.console import err
+from fedcontext.console import err, print_line
 from fedcontext.errors import LONGEST, FedcontextError, shortened
 from fedcontext.version import __version__
 
@@ -77,5 +77,5 @@ def run_app() -> None:
         app()
     except (FedcontextError, OSError, MemoryError) as error:
         reason = "not enough memory for these settings and data" if isinstance(error, MemoryError) else str(error)
-        err.print(f"error: {shortened(reason, LONGEST)}", style="red", highlight=False, markup=False, soft_wrap=True)
+        print_line(f"error: {shortened(reason, LONGEST)}", err, "red")
         sys.exit(2)

@@ -10,7 +10,7 @@ import typer
 from fedcontext.algorithms import ALGORITHMS, Algorithm, Hyperparameters
 from fedcontext.cli.options import AsJson, Command, Quiet
 from fedcontext.cli.tables import plain_table
-from fedcontext.console import err, out
+from fedcontext.console import err, out, print_line
 from fedcontext.datasets import NAMES, cache, files
 from fedcontext.faults.attacks import ATTACKS
 from fedcontext.faults.faults import FAULTS
@@ -69,7 +69,7 @@ def data_fetch(name: Annotated[str, typer.Argument(help="mnist or femnist")], qu
 
     path = files.fetch(name, show)
     if not quiet:
-        out.print(str(path), soft_wrap=True, highlight=False)
+        print_line(str(path))
 
 
 @data_app.command("where", cls=Command)
@@ -77,9 +77,9 @@ def data_where(name: Annotated[str | None, typer.Argument(help="mnist or femnist
     """Print the paths of data files, or how to get them."""
     for each in [name] if name else list(files.SOURCES):
         path = files.find(each) if name else files.where(each)
-        out.print(f"{each}: {path or 'not downloaded'}", soft_wrap=True, highlight=False)
+        print_line(f"{each}: {path or 'not downloaded'}")
     if not name:
-        out.print(f"prepared arrays: {cache.prepared_folder()}", soft_wrap=True, highlight=False)
+        print_line(f"prepared arrays: {cache.prepared_folder()}")
 
 
 def _availability(name: str) -> str:

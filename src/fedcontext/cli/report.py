@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fedcontext.console import err, out
+from fedcontext.console import print_line, warn
 
 Runs = Annotated[list[Path], typer.Argument(help="Files of runs (.jsonl), or directories that contain them.")]
 
@@ -20,8 +19,9 @@ def report(
     """Write one HTML page about runs: curves, costs, weights, bounds and settings. It needs no network."""
     from fedcontext.report import write_report
 
-    _warn(write_report(runs, output))
-    out.print(f"report: {output}", soft_wrap=True, highlight=False, markup=False)
+    for problem in write_report(runs, output):
+        warn(problem)
+    print_line(f"report: {output}")
 
 
 def export(
@@ -32,10 +32,6 @@ def export(
     from fedcontext.results.export import export as write_table
 
     count, problems = write_table(runs, output)
-    _warn(problems)
-    out.print(f"table: {output}, {count} rounds", soft_wrap=True, highlight=False, markup=False)
-
-
-def _warn(problems: Iterable[str]) -> None:
     for problem in problems:
-        err.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        warn(problem)
+    print_line(f"table: {output}, {count} rounds")

@@ -10,7 +10,7 @@ import typer
 
 from fedcontext.cli.options import Jobs, Quiet, interruptible
 from fedcontext.cli.tables import progress
-from fedcontext.console import out
+from fedcontext.console import print_line
 
 
 def reproduce(
@@ -34,7 +34,7 @@ def reproduce(
     if experiment == "claims":
         path = document.write_document(out_dir, docs, quick)
         if not quiet:
-            out.print(f"written: {path}", soft_wrap=True, highlight=False)
+            print_line(f"written: {path}")
         return
     studies = list(STUDIES.values()) if experiment == "all" else [get_study(experiment)]
     for study in studies:
@@ -45,4 +45,4 @@ def reproduce(
             run_experiments(missing, out_dir, jobs or os.cpu_count() or 1, on_round)
         figure_paths = draw_figures(study, read_records(series, out_dir, quick), out_dir / "figures")
         for path in figure_paths if not quiet else ():
-            out.print(f"{study.name}: {path}", soft_wrap=True, highlight=False)
+            print_line(f"{study.name}: {path}")

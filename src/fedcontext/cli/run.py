@@ -27,7 +27,7 @@ from fedcontext.cli.options import (
     takes_settings,
 )
 from fedcontext.cli.tables import LEGEND, comparison, lost_rounds, outcome
-from fedcontext.console import out
+from fedcontext.console import out, print_line
 from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.records import RoundRecord
 from fedcontext.results.diagnosis import diagnose, over_seeds
@@ -138,17 +138,16 @@ def _print(dataset: str, by_name: Runs) -> None:
     summaries = {name: [summarise(records) for _, records in pairs] for name, pairs in by_name.items()}
     out.print(comparison(dataset, summaries))
     for line in filter(None, (lost_rounds(summaries), outcome(summaries))):
-        out.print(line, soft_wrap=True, highlight=False)
+        print_line(line)
     for name, pairs in by_name.items():
         for line in over_seeds({str(each.seed): diagnose(records, vars(each)) for each, records in pairs}):
-            out.print(f"{name}: {line}", style="yellow", soft_wrap=True, highlight=False, markup=False)
+            print_line(f"{name}: {line}", style="yellow")
 
 
 def _print_paths(paths: Mapping[str, object]) -> None:
     """Print what the columns of the tables mean, and where everything was written."""
-    written = ", ".join(f"{name}: {path}" for name, path in paths.items() if path)
-    for line in (LEGEND, written):
-        out.print(line, style="dim" if line == LEGEND else None, soft_wrap=True, highlight=False, markup=False)
+    print_line(LEGEND, style="dim")
+    print_line(", ".join(f"{name}: {path}" for name, path in paths.items() if path))
 
 
 def _all_as_json(by_name: Runs, out_dir: Path) -> dict[str, Any]:

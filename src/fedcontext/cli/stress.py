@@ -10,7 +10,7 @@ import typer
 
 from fedcontext.cli.options import Jobs, Quiet, distinct, interruptible
 from fedcontext.cli.tables import progress
-from fedcontext.console import out
+from fedcontext.console import print_line
 from fedcontext.errors import FedcontextError
 
 
@@ -49,4 +49,4 @@ def stress(
     command = "fedcontext stress --quick" if quick else "fedcontext stress --docs docs"
     for path in publish(made, folder, command) + (publish(made, docs, command) if docs else []):
         if not quiet:
-            out.print(f"written: {path}", soft_wrap=True, highlight=False)
+            print_line(f"written: {path}")

@@ -110,7 +110,7 @@ class Disturbance:
         if work is None or request.previous is None or not len(work.devices):
             return []
         updates = request.vectors(self.engine.train(request.previous, work))
-        steps = work.epochs * -(-self.sizes[work.devices] // work.local.batch_size)
+        steps = work.local.steps(self.sizes[work.devices], work.epochs)
         rows = zip(work.devices.tolist(), updates, steps.tolist(), strict=True)
         return [Reply(k, u, samples=float(self.sizes[k]), steps=float(s), copy="late") for k, u, s in rows]
 

@@ -77,7 +77,7 @@ class VmappedTrainer:
 
     def train(self, params: Params, work: Work) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
         """Return each device's update of the trainable leaves, and whether all its entries are finite."""
-        steps = work.epochs * -(-self.split.sizes[work.devices] // work.local.batch_size)
+        steps = work.local.steps(self.split.sizes[work.devices], work.epochs)
         order = np.argsort(-steps, kind="stable")
         updates: list[dict[str, Tensor]] = []
         finite: list[Tensor] = []
