@@ -6,7 +6,8 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-from fedcontext.datasets.federated import FederatedData, Split, federate, first_devices
+from fedcontext.datasets.arrays import federate
+from fedcontext.datasets.federated import FederatedData, Split, first_devices
 from fedcontext.datasets.femnist import femnist
 from fedcontext.datasets.leaf import leaf
 from fedcontext.datasets.mnist import mnist
@@ -24,17 +25,7 @@ NAMES = {
     "leaf:PATH": "any folder with LEAF's train/*.json and test/*.json",
 }
 
-__all__ = [
-    "NAMES",
-    "FederatedData",
-    "Split",
-    "dirichlet",
-    "federate",
-    "iid",
-    "load_dataset",
-    "power_law",
-    "shards",
-]
+__all__ = ["NAMES", "FederatedData", "Split", "dirichlet", "federate", "iid", "load_dataset", "power_law", "shards"]
 
 
 @lru_cache(maxsize=2)

@@ -154,9 +154,9 @@ def join(parts: Sequence[Samples]) -> Split:
 def first_devices(data: FederatedData, count: int, name: str) -> FederatedData:
     """Return the first ``count`` devices of a data set, under another name.
 
-    >>> data = federate(np.zeros((20, 3)), np.arange(20) % 2, [np.arange(10), np.arange(10, 20)])
-    >>> first_devices(data, 1, "half").train.sizes
-    array([9])
+    >>> whole = join([(np.zeros((2, 3)), np.zeros(2, int)), (np.ones((1, 3)), np.ones(1, int))])
+    >>> first_devices(FederatedData("both", whole, whole, classes=2), 1, "one").train.sizes
+    array([2])
     """
     if not 1 <= count <= data.population:
         raise FedcontextError(f"dataset {name!r}: devices must be from 1 to {data.population}, got {count}")
@@ -200,106 +200,3 @@ def _to_floats(features: npt.NDArray[Any]) -> Features:
 
 def _offsets(parts: Sequence[npt.NDArray[Any]]) -> IntArray:
     return np.cumsum([0, *map(len, parts)], dtype=np.int64)
-
-
-def federate(
-    features: npt.ArrayLike,
-    labels: npt.ArrayLike,
-    parts: Sequence[IntArray],
-    *,
-    name: str = "custom",
-    classes: int | None = None,
-    test_share: float = 0.1,
-) -> FederatedData:
-    """Return arrays partitioned over devices: ``parts[k]`` are the samples of device k, the last tenth of them for test.
-
-    Features are floats of shape (n, d), or images such as (n, 28, 28) or (n, 32, 32, 3), which are flattened; uint8
-    features become float32 from 0 to 1. PyTorch tensors on the CPU are accepted. A device keeps at least one training
-    sample. The order inside a part decides which samples are for test, so shuffle it (the partitioners do). Devices may
-    share samples, such as a public set; a sample that one trains on and another tests on inflates the test accuracy.
-
-    >>> data = federate(np.zeros((20, 3)), np.arange(20) % 2, [np.arange(10), np.arange(10, 20)])
-    >>> data.population, data.train.sizes, data.test.sizes, data.classes
-    (2, array([9, 9]), array([1, 1]), 2)
-    """
-    flat, targets = _array("features", features), _array("labels", labels)
-    flat = flat.reshape(len(flat), -1) if flat.ndim > 2 and flat.size else flat
-    check_arrays(flat, targets)
-    if not hasattr(parts, "__len__") or not len(parts):
-        raise FedcontextError(f"parts must list the samples of each device, got {parts!r}: there are no devices")
-    rows = [_indices(device, part, len(targets)) for device, part in enumerate(parts)]
-    if not isinstance(test_share, int | float) or not 0 <= test_share < 1:
-        raise FedcontextError(f"test_share must be from 0 to below 1, got {test_share!r}")
-    top = max(int(targets[part].max()) for part in rows)
-    if classes is not None and (not isinstance(classes, int | np.integer) or classes <= top):
-        raise FedcontextError(f"classes must be a whole number above the largest label {top}, got {classes!r}")
-    train, test = (gather(flat, targets, side) for side in train_and_test(rows, test_share))
-    return FederatedData(name, train, test, int(targets.max()) + 1 if classes is None else int(classes))
-
-
-def _array(name: str, given: npt.ArrayLike) -> npt.NDArray[Any]:
-    try:
-        return np.asarray(given)
-    except (TypeError, ValueError, RuntimeError) as error:  # ragged rows; a tensor on a GPU or that requires grad
-        raise FedcontextError(f"{name} must be an array, got {type(given).__name__}: {str(error)[:200]}") from None
-
-
-def _indices(device: int, part: IntArray, count: int) -> IntArray:
-    """Return the samples of a device as int64 indices; raise an error for masks, other types and out-of-range indices."""
-    rows = _array(f"the samples of device {device}", part)
-    if rows.shape == (0,):
-        raise FedcontextError(f"device {device} has no samples")
-    if rows.ndim != 1 or not np.issubdtype(rows.dtype, np.integer):
-        raise FedcontextError(f"the samples of device {device} must be indices (n,), got {rows.dtype} {rows.shape}")
-    if rows.min() < 0 or rows.max() >= count:
-        raise FedcontextError(
-            f"the samples of device {device} must be from 0 to {count - 1}, got {rows.min()} to {rows.max()}"
-        )
-    return rows.astype(np.int64, copy=False)
-
-
-def train_and_test(parts: Sequence[IntArray], test_share: float = 0.1) -> tuple[list[IntArray], list[IntArray]]:
-    """Return the training and the test samples of each device.
-
-    >>> [[len(part) for part in side] for side in train_and_test([np.arange(1), np.arange(20)])]
-    [[1, 18], [0, 2]]
-    """
-    counts = train_sizes(np.array([len(part) for part in parts]), test_share).tolist()
-    pairs = list(zip(parts, counts, strict=True))
-    return [part[:count] for part, count in pairs], [part[count:] for part, count in pairs]
-
-
-def train_sizes(sizes: IntArray, test_share: float = 0.1) -> IntArray:
-    """Return how many samples of each device are for training: all but the share for test, and at least one.
-
-    >>> train_sizes(np.array([1, 20]))
-    array([ 1, 18])
-    """
-    return np.maximum(1, ((1 - test_share) * sizes + 1e-9).astype(np.int64))
-
-
-def check_arrays(features: npt.NDArray[Any], labels: npt.NDArray[Any]) -> None:
-    """Raise an error for samples that cannot be trained on.
-
-    >>> check_arrays(np.zeros((2, 3)), np.array([0, -1]))
-    Traceback (most recent call last):
-    ...
-    fedcontext.errors.FedcontextError: labels must be whole numbers from 0, got int64 with minimum -1
-    """
-    is_float = np.issubdtype(features.dtype, np.floating)
-    if features.ndim != 2 or not (is_float or features.dtype == np.uint8):
-        got = f"{features.dtype} {features.shape}"
-        raise FedcontextError(
-            f"features must be floats or uint8 of shape (n, d) or images (n, height, width), got {got}"
-        )
-    if labels.shape != features.shape[:1]:
-        raise FedcontextError(f"labels must have shape {features.shape[:1]}, got {labels.shape}")
-    if not features.size:
-        raise FedcontextError(f"features must not be empty, got shape {features.shape}")
-    is_whole = np.issubdtype(labels.dtype, np.integer)
-    if not is_whole or labels.min() < 0:
-        got = f"{labels.dtype} with minimum {labels.min()}" if is_whole else str(labels.dtype)
-        raise FedcontextError(f"labels must be whole numbers from 0, got {got}")
-    blocks = range(0, len(features) if is_float else 0, BLOCK)
-    if not all(np.isfinite(features[start : start + BLOCK]).all() for start in blocks):
-        raise FedcontextError("features have NaN or infinite entries")

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fedcontext.datasets.federated import FederatedData, Samples, check_arrays, join
+from fedcontext.datasets.arrays import check_arrays
+from fedcontext.datasets.federated import FederatedData, Samples, join
 from fedcontext.errors import FedcontextError, shortened, shown
 from fedcontext.plan import IntArray
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from fedcontext.datasets.arrays import train_and_test
 from fedcontext.datasets.cache import prepared
-from fedcontext.datasets.federated import Features, FederatedData, Pixels, gather, train_and_test
+from fedcontext.datasets.federated import Features, FederatedData, Pixels, gather
 from fedcontext.datasets.files import find, read_arrays
 from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray, Stream, generator

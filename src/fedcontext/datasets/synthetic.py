@@ -6,15 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fedcontext.datasets.federated import (
-    Features,
-    FederatedData,
-    LazySplit,
-    Samples,
-    federate,
-    join,
-    train_sizes,
-)
+from fedcontext.datasets.arrays import federate, train_sizes
+from fedcontext.datasets.federated import Features, FederatedData, LazySplit, Samples, join
 from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray, Stream, generator
 

@@ -13,14 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedcontext.arrays.tree import FloatArray
-from fedcontext.datasets.federated import (
-    Features,
-    FederatedData,
-    Samples,
-    Split,
-    check_devices,
-    full_participation,
-)
+from fedcontext.datasets.federated import Features, FederatedData, Samples, Split, check_devices, full_participation
 from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray, batches
 

@@ -8,13 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedcontext.arrays.tree import FloatArray
-from fedcontext.datasets.federated import (
-    FederatedData,
-    Samples,
-    Split,
-    check_devices,
-    full_participation,
-)
+from fedcontext.datasets.federated import FederatedData, Samples, Split, check_devices, full_participation
 from fedcontext.engines.numba.kernels import Matrix, sweep, train_device, train_device_in_span
 from fedcontext.engines.softmax import SoftmaxReference, check_params, weighted_sum
 from fedcontext.jit import announced
