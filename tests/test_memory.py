@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from fedcontext.compression.codec import Codec
 from fedcontext.measurement.sums import Sums
-from fedcontext.rules.memory import MemorySettings, memory_step, minimise_in_box
+from fedcontext.rules.memory import MemorySettings, memory_step
+from fedcontext.rules.quadratic import minimise_in_box
 
 PROTOTYPE = Path(__file__).parents[2] / "shared/research/unified.py"
 PUBLISHED = MemorySettings(

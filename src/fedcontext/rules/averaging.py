@@ -8,6 +8,7 @@ from fedcontext.arrays.tree import FloatArray
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.measurement.geometry import Geometry, shares
 from fedcontext.rules.base import Averaging, Rule, stateless
+from fedcontext.rules.quadratic import minimise_on_simplex
 
 
 def mean() -> Rule:
@@ -99,38 +100,3 @@ def fedmgda(epsilon: float = 1.0) -> Rule:
         return weights
 
     return stateless("fedmgda", weigh, scale_free=True)
-
-
-def minimise_on_simplex(matrix: FloatArray, epsilon: float = 1.0) -> FloatArray:
-    """Return the x that minimises xᵀMx with Σ x = 1, x >= 0 and |xₖ - 1/K| <= ``epsilon``, by an active-set method.
-
-    A ridge of 1e-9 of the mean diagonal makes x unique where M is singular.
-
-    >>> minimise_on_simplex(np.diag([1.0, 3.0])).round(6)
-    array([0.75, 0.25])
-    """
-    count = len(matrix)
-    h = matrix + 1e-9 * np.trace(matrix) / count * np.eye(count)
-    low, high = max(0.0, 1 / count - epsilon), 1 / count + epsilon
-    x, free = np.full(count, 1 / count), np.ones(count, bool)
-    for _ in range(50 * count if epsilon else 0):
-        inner, outer = np.linalg.solve(
-            h[np.ix_(free, free)], np.stack([np.ones(free.sum()), h[free] @ (x * ~free)], 1)
-        ).T
-        level = (1 - x[~free].sum() + outer.sum()) / inner.sum()  # the common entry of Hx where x is free
-        move = np.zeros(count)
-        move[free] = level * inner - outer - x[free]
-        slack = np.where(move < -1e-14, low - x, np.where(move > 1e-14, high - x, np.inf))
-        shares_left = np.divide(slack, move, out=np.full(count, np.inf), where=np.isfinite(slack))
-        blocking = int(np.argmin(shares_left))
-        x = x + min(1.0, shares_left[blocking]) * move
-        if shares_left[blocking] < 1:
-            x[blocking], free[blocking] = (low if move[blocking] < 0 else high), False
-            continue
-        excess = np.where(
-            free, 0.0, np.where(x <= low, level - h @ x, h @ x - level)
-        )  # > 0: a bound that does not bind
-        if excess.max() <= 1e-12:
-            break
-        free[int(np.argmax(excess))] = True
-    return x

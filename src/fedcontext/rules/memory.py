@@ -13,7 +13,6 @@ deviations lowered the loss (the anchor). Notation: ȳ mean gradient difference,
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from fedcontext.arrays.tree import FloatArray
 from fedcontext.errors import FedcontextError
 from fedcontext.measurement.sums import Sums, dot
 from fedcontext.rules.base import State, SumRule
+from fedcontext.rules.quadratic import minimise_in_box
 
 MEAN, SCALED, GRADIENT, PREVIOUS = range(4)  # rows of the directions d, p, -m, s
 TINY = 1e-30  # keeps divisions defined
@@ -289,24 +289,6 @@ def _model_minimum(h: FloatArray, slopes: FloatArray, lengths: FloatArray, setti
     low = np.array([2 * settings.floor * lengths[MEAN], 0, 0, -lengths[PREVIOUS]])
     high = np.array([np.inf, np.inf, np.inf, settings.momentum * lengths[PREVIOUS]])
     return minimise_in_box(h + settings.ridge * np.trace(h) / 4 * np.eye(4), slopes, low, high)
-
-
-def minimise_in_box(h: FloatArray, b: FloatArray, low: FloatArray, high: FloatArray) -> FloatArray:
-    """Return the x with low <= x <= high that minimises b·x + xᵀhx/2, by trying every face of the box.
-
-    >>> minimise_in_box(np.eye(2), np.array([-1.0, -3.0]), np.zeros(2), np.array([np.inf, 2.0]))
-    array([1., 2.])
-    """
-    best, lowest = low, np.inf
-    for face in itertools.product(*[(0, 1, 2) if np.isfinite(top) else (0, 1) for top in high]):
-        position = np.array(face)
-        x, free = np.where(position == 1, low, np.where(position == 2, high, 0.0)), position == 0
-        if free.any():
-            x[free] = -np.linalg.solve(h[np.ix_(free, free)], b[free] + h[np.ix_(free, ~free)] @ x[~free])
-        value, slack = float(b @ x + 0.5 * x @ h @ x), 1e-12 * np.abs(x)
-        if value < lowest and (x >= low - slack).all() and (x <= high + slack).all():
-            best, lowest = x, value
-    return best
 
 
 def _along(rows: Iterable[FloatArray], vector: FloatArray) -> FloatArray:
