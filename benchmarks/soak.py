@@ -55,6 +55,7 @@ class Soak:
         self.kills = [*self._moments("node", given.node_kills), *self._moments("server", given.kills)]
         self.kills.sort()
         self.due: list[tuple[float, str]] = []  # kills of rounds that have begun, and when they come
+        self.expected = set(FILES)
         self.told: Counter[str] = Counter()
         self.memory: list[tuple[int, float]] = []  # process and megabytes of the server app after each round
         self.files.mkdir()
@@ -102,6 +103,7 @@ class Soak:
                     self.say(f"server app {self.memory[-1][1]:.0f} MB" if self.memory else "")
             if now > self.until:  # what was done counts
                 self.rounds = self.settings["num-server-rounds"] = done
+                self.expected |= {f"{name}.lock" for name in FILES}  # of a run that has not ended
                 return
             if now - since > PATIENCE:
                 raise RuntimeError(f"no round in {PATIENCE} s\n{self.local.log('run')[-3000:]}")
@@ -218,7 +220,7 @@ def results(soak: Soak) -> dict[str, Any]:
         "loss and accuracy": loss_and_accuracy(model(soak.files / "run.safetensors"), soak.nodes),
         "undisturbed": loss_and_accuracy(reference, soak.nodes),
         "server app: MB, and growth": [round(np.nanmax([x for _, x in soak.memory])), growth(soak.memory)],
-        "files left over": sorted({path.name for path in soak.files.iterdir()} - FILES),
+        "files left over": sorted({path.name for path in soak.files.iterdir()} - soak.expected),
         "seconds a round: median, longest": [round(float(np.median(seconds)), 1), round(max(seconds), 1)],
         "minutes": round((time.monotonic() - soak.began) / 60, 1),
     }
