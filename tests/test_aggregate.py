@@ -411,3 +411,28 @@ def test_a_step_that_out_has_overwritten_is_refused(rule):
     result = fc.aggregate(params, updates, gradients=[-np.ones(2)], rule=rule, out=params)
     with pytest.raises(FedcontextError, match="step is not available where out was given"):
         _ = result.step
+
+
+def test_mappings_are_matched_by_name():
+    """Replies arrive in any order; their counts and gradients must find their own device."""
+    rng = np.random.default_rng(0)
+    updates, gradients = ({name: rng.normal(size=4) for name in "abc"} for _ in range(2))
+    counts = dict(zip("abc", (1, 2, 3), strict=True))
+    for rule, sent in (
+        (fc.by_samples(), {"samples": counts}),
+        (fc.fednova(), {"steps": counts, "samples": counts}),
+        (fc.folb(), {"own_gradients": gradients}),
+        (fc.contextual(2), {"gradients": gradients, "probe_weights": counts}),
+    ):
+        other = {name: {key: values[key] for key in "cab"} for name, values in sent.items() if name != "gradients"}
+        expected = fc.aggregate(np.zeros(4), updates, rule=rule, **sent).params
+        result = fc.aggregate(np.zeros(4), updates, rule=rule, **{**sent, **other}).params
+        np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("what", ["samples", "steps", "own_gradients"])
+def test_names_that_are_no_device_are_refused(what):
+    sent = {"samples": [1, 1], "steps": [1, 1], "own_gradients": [np.ones(2)] * 2}
+    sent[what] = dict(zip("xy", sent[what], strict=True))
+    with pytest.raises(FedcontextError, match=f"{what}: the names must be those of the devices"):
+        fc.aggregate(np.zeros(2), {"a": np.ones(2), "b": np.ones(2)}, rule=fc.mean(), **sent)

@@ -229,7 +229,7 @@ def test_lost_rounds_are_printed(tmp_path):
         (("compare", *few), "fedavg 6 of 6, folb 6 of 6"),
     ):
         lost = call(*command, "--deadline", "1e-6", cwd=tmp_path)
-        assert f"rounds lost (too few devices replied in time, the model was kept): {lost_by}\n" in lost.stdout
+        assert f"rounds lost (too few usable replies, the model was kept): {lost_by}\n" in lost.stdout
         assert "lost" not in call(*command, cwd=tmp_path).stdout
     assert json.loads(call("run", *FEW, "--deadline", "1e-6", "--json", cwd=tmp_path).stdout)["lost"] == 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from fedcontext.arrays.tree import (
     leaf_name,
     leaves,
 )
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import FedcontextError, shown
 from fedcontext.measurement.geometry import Name, Names, Report, Structures, Vectors
 
 
@@ -42,10 +43,12 @@ def validate(report: Report, base: Leaves, measured: set[str], strict: bool = Tr
     gradients = {"the gradient": report.gradient} if report.gradient is not None else named("probe", report.gradients)
     if report.gradients is not None and not gradients:
         raise FedcontextError("gradients is empty; leave it out, or give at least one probe's gradient")
-    own_gradients = named("own gradient of device", report.own_gradients)
+    devices = names_of(report.updates)
+    own_gradients = named("own gradient of device", in_order("own_gradients", report.own_gradients, devices))
     if own_gradients and len(own_gradients) != len(updates):
         raise FedcontextError(f"own_gradients must be one for each of {len(updates)} updates, got {len(own_gradients)}")
-    differences = named("difference of probe", report.differences)
+    probes = names_of(report.gradients, "probe ") or (devices if own_gradients and report.gradient is None else [])
+    differences = named("difference of probe", in_order("differences", report.differences, probes))
     if differences and len(differences) != len(gradients or own_gradients):
         raise FedcontextError(
             f"differences must be one for each of {len(gradients or own_gradients)} gradients, got {len(differences)}"
@@ -58,8 +61,7 @@ def validate(report: Report, base: Leaves, measured: set[str], strict: bool = Tr
         searched = set(base) - measured if strict else set()
         return [checked_leaves(owner, structure, base, needed, searched) for owner, structure in structures.items()]
 
-    devices, invalid = names_of(report.updates), None if strict else dict[Name, str]()
-    probes = names_of(report.gradients, "probe ") or (devices if own_gradients and report.gradient is None else [])
+    invalid = None if strict else dict[Name, str]()
     samples, root = _numbers("samples", report.samples, devices, invalid), report.root_gradient
     weighed = ["the gradient"] if report.gradient is not None else probes
     return Vectors(
@@ -189,6 +191,20 @@ def names_of(given: Structures | None, prefix: str = "") -> list[Name]:
     return [f"{prefix}{row}" if prefix else row for row in range(len(given or ()))]
 
 
+def in_order(what: str, given: Any, owners: Sequence[Name]) -> Any:
+    """Return a mapping in the order of its owners, whose names it must have; a sequence as it is.
+
+    >>> in_order("samples", {"b": 2, "a": 1}, ["a", "b"])
+    {'a': 1, 'b': 2}
+    """
+    if not isinstance(given, Mapping):
+        return given
+    if set(given) != set(owners):
+        wanted, got = (shown(", ".join(map(str, names))) for names in (owners, given))
+        raise FedcontextError(f"{what}: the names must be those of the devices, {wanted}, got {got}")
+    return {name: given[name] for name in owners}
+
+
 def _check_like(owner: str, name: str, leaf: Array, base: Array) -> None:
     expected = framework(base)
     same = type(leaf) is type(base) and leaf.shape == base.shape and leaf.dtype == base.dtype
@@ -225,7 +241,8 @@ def _numbers(
     """
     if given is None:
         return None
-    values = list(given)
+    ordered = in_order(what, given, owners)
+    values = list(ordered.values() if isinstance(ordered, Mapping) else ordered)
     if len(values) != len(owners):
         raise FedcontextError(f"{what} must hold {len(owners)} numbers, got {len(values)}")
     numbers = np.array([_number(value) for value in values])

@@ -116,7 +116,7 @@ def lost_rounds(summaries: Summaries) -> str:
     """
     counts = {label: (sum(r.lost for r in runs), sum(r.rounds for r in runs)) for label, runs in summaries.items()}
     parts = [f"{label} {lost} of {rounds}" for label, (lost, rounds) in counts.items() if lost]
-    return f"rounds lost (too few devices replied in time, the model was kept): {', '.join(parts)}" if parts else ""
+    return f"rounds lost (too few usable replies, the model was kept): {', '.join(parts)}" if parts else ""
 
 
 def mean_and_deviation(values: Sequence[float]) -> str:

@@ -90,7 +90,9 @@ def _excluded(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Fi
     reasons = Counter(reason for record in records for reason in record.excluded.values())
     reasons.pop("over-selection quota met", None)
     used, lost = sum(len(record.devices) for record in records), sum(record.lost for record in records)
-    if len(records) < RECENT or not reasons or (reasons.total() <= used and 2 * lost < len(records)):
+    asked = settings.get("devices_per_round")  # probes can be among those excluded, but not among those used
+    missing = asked * len(records) - used if isinstance(asked, int) else reasons.total()
+    if len(records) < RECENT or not reasons or (missing <= used and 2 * lost < len(records)):
         return None
     (reason, count), *_ = reasons.most_common(1)
     late = settings.get("deadline") if "deadline" in reason else None
