@@ -183,3 +183,9 @@ def test_limits_below_the_median_are_refused(name, value):
         fc.Defences(**{name: value})
     with pytest.raises(FedcontextError, match=f"{name} must be"):
         fc.Experiment(**{name: value})
+
+
+@pytest.mark.parametrize("wrong", [{"max_update": 2}, False, 3])
+def test_defences_of_another_type_are_refused(wrong):
+    with pytest.raises(FedcontextError, match="defences must be"):
+        fc.aggregate(np.zeros(2), [np.ones(2)], rule=fc.mean(), defences=wrong)

@@ -17,7 +17,7 @@ from fedcontext.engines.base import ENGINES, Engine
 from fedcontext.errors import FedcontextError, FileError, require
 from fedcontext.experiment import Experiment
 from fedcontext.files.model_file import check_format, save_params
-from fedcontext.files.storage import check_folder, check_target, clean, lock, write_text
+from fedcontext.files.storage import check_folder, check_target, check_writable, clean, lock, write_text
 from fedcontext.files.toml import to_toml
 from fedcontext.preparation import prepare
 from fedcontext.processes import OnRound as OnRound
@@ -69,6 +69,7 @@ def run(
     save = None if save is None else Path(save)
     if save is not None:
         check_format(save)
+        check_writable(save)
     files = RunFiles(Path(out), experiment.name)
     files.check()
     simulation = prepare(experiment, data=data, engine=engine)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,21 @@ def check_target(path: Path) -> None:
     if not stat.S_ISREG(mode):
         kind = next((name for name, test in KINDS.items() if test(mode)), "something else")
         raise FileError(f"{path}: an output must be a regular file, and this is {kind}: use another path")
+
+
+def check_writable(path: Path) -> None:
+    """Raise an error if ``path`` is no place for an output, or a file cannot be made in its nearest existing directory.
+
+    >>> check_writable(Path("/proc/model.npz"))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FileError: /proc/model.npz: cannot be written (...)...
+    """
+    check_target(path)
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    check_folder(folder)
+    with naming(path), tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def check_folder(path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fedcontext.errors import FedcontextError, require
-from fedcontext.files.storage import check_target, replacing
+from fedcontext.files.storage import check_writable, replacing
 from fedcontext.paper.experiments import Series, Study
 from fedcontext.records import RoundRecord
 from fedcontext.results.summary import LEVELS, Summary, summarise
@@ -30,7 +30,7 @@ def check_path(path: Path) -> None:
         raise FedcontextError(f"figure must end in {', '.join(FORMATS)}, got {path.name!r}")
     if path.is_dir() or any(folder.exists() and not folder.is_dir() for folder in path.parents):
         raise FedcontextError(f"figure cannot be written: {path} is not a file in a folder")
-    check_target(path)
+    check_writable(path)
 
 
 def draw_curves(path: Path, runs: Mapping[str, Mapping[str, Sequence[Sequence[RoundRecord]]]]) -> None:
