@@ -27,7 +27,6 @@ from fedcontext.files.model_file import save_params
 from fedcontext.files.tensor_file import is_intact, write_tensors
 from fedcontext.paper import figures
 from fedcontext.report import write_report
-from fedcontext.results import run_file
 from fedcontext.results.export import export
 from fedcontext.results.run_file import open_run, write_records
 
@@ -80,20 +79,26 @@ def kill_after(rounds: int):
     return on_round
 
 
+KILLED_RERUN = """
+import os, sys
+import fedcontext as fc
+
+experiment = fc.Experiment("synthetic-iid", "fedavg", rounds=4, engine="reference")
+fc.runner.run(experiment, sys.argv[1], lambda _, record: record.number == 2 and os._exit(9), resume=sys.argv[2] == "True")
+"""
+
+
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_finished_record_survives_reruns_that_are_killed(
-    tmp_path: Path, small_data: FederatedData, resume: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner.run(SHORT, tmp_path, data=small_data)
-    path = tmp_path / f"{SHORT.name}.jsonl"
+def test_a_finished_record_survives_reruns_that_are_killed(tmp_path: Path, resume: bool) -> None:
+    experiment = fc.Experiment("synthetic-iid", "fedavg", rounds=4, engine="reference")
+    runner.run(experiment, tmp_path)
+    path = tmp_path / f"{experiment.name}.jsonl"
     finished = path.read_bytes()
-    monkeypatch.setattr(run_file, "_settle", lambda *_, **__: None)  # a process that is killed tidies up nothing
-    for rounds in (2, 3, 1):
-        with pytest.raises(Killed):
-            runner.run(SHORT, tmp_path, kill_after(rounds), data=small_data, resume=resume)
+    for _ in range(2):
+        command = [sys.executable, "-c", KILLED_RERUN, str(tmp_path), str(resume)]
+        assert subprocess.run(command, timeout=120, check=False).returncode == 9
         assert path.read_bytes() == finished
-    monkeypatch.undo()
-    runner.run(SHORT, tmp_path, data=small_data, resume=resume)
+    runner.run(experiment, tmp_path, resume=resume)
     assert path.read_bytes() == finished
     assert f"{path.name}.new" not in names(tmp_path)
 
