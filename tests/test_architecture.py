@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -44,3 +45,17 @@ def test_imports_point_one_way():
         if module != "version" and ROW[module] > ROW[module_of(path)]
     ]
     assert wrong == []
+
+
+def test_the_command_line_imports_only_its_declared_dependencies():
+    """What another package happens to install, such as Click, is missing where only fedcontext is installed."""
+    allowed = {*sys.stdlib_module_names, "fedcontext", "numpy", "rich", "typer"}
+    names = [
+        (path.name, name.split(".")[0])
+        for path in (SOURCE / "cli").glob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
+    ]
+    assert len(names) > 20
+    assert [pair for pair in names if pair[1] not in allowed] == []

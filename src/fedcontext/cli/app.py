@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from click import UsageError
 from typer.core import TyperGroup
 
 from fedcontext.cli import leaderboard, report, reproduce, run, stress
@@ -19,6 +18,7 @@ from fedcontext.errors import LONGEST, FedcontextError, shortened
 from fedcontext.version import __version__
 
 LONGEST_USAGE = 300  # characters of a usage error, which Typer prints below the usage
+UsageError: Any = typer.BadParameter.__base__  # of the Click that Typer imports, or of its own copy in newer versions
 
 
 class Group(TyperGroup):
@@ -40,7 +40,7 @@ def _short_errors() -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        error.message = shortened(error.message, LONGEST_USAGE)  # type: ignore[misc]
+        error.message = shortened(error.message, LONGEST_USAGE)
         raise
 
 
