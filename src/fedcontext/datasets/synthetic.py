@@ -44,8 +44,8 @@ def synthetic(
 
     name = "synthetic-iid" if iid else f"synthetic-{a:g}-{b:g}"
     if on_demand:
-        random = generator(seed, 3, Stream.DATA)
-        chosen = np.sort(random.choice(devices, min(EVALUATION_DEVICES, devices), replace=False))
+        rng = generator(seed, 3, Stream.DATA)
+        chosen = np.sort(rng.choice(devices, min(EVALUATION_DEVICES, devices), replace=False))
         return _on_demand(f"{name}-{devices}", sizes, generate, chosen.tolist())
     whole = join([generate(k) for k in range(devices)])
     rows = np.split(np.arange(sizes.sum()), whole.offsets[1:-1])
