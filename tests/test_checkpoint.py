@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -227,6 +229,53 @@ def test_a_finished_simulation_is_not_run_again(tmp_path: Path, monkeypatch: pyt
     first = runner.run(EXPERIMENT, tmp_path, resume=True)
     monkeypatch.setattr(fc.Simulation, "step", lambda *_: pytest.fail("no round is left to run"))
     assert runner.run(EXPERIMENT, tmp_path, resume=True) == first
+
+
+@pytest.mark.parametrize("stop", [3, 4])
+def test_more_rounds_continue_after_those_of_a_shorter_run(tmp_path: Path, stop: int) -> None:
+    class Killed(BaseException): ...
+
+    def kill(experiment: fc.Experiment, record: fc.RoundRecord) -> None:
+        if record.number == stop:
+            raise Killed
+
+    runner.run(EXPERIMENT, tmp_path / "whole", resume=True)
+    short = replace(EXPERIMENT, rounds=2)
+    first = runner.run(short, tmp_path / "cut", resume=True)
+    for on_round in (kill, lambda *_: None):  # also where it is killed before and after its own first checkpoint
+        with suppress(Killed):
+            runner.run(EXPERIMENT, tmp_path / "cut", on_round, resume=True)
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+    assert fc.read_run(tmp_path / "cut" / f"{short.name}.jsonl")[1] == first
+
+
+def test_rounds_that_were_done_are_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    runner.run(replace(EXPERIMENT, rounds=2), tmp_path, resume=True)
+    runner.run(replace(EXPERIMENT, rounds=3), tmp_path)  # a record without a checkpoint
+    done, step = [], fc.Simulation.step
+    monkeypatch.setattr(fc.Simulation, "step", lambda self, state: done.append(state.number + 1) or step(self, state))
+    runner.run(EXPERIMENT, tmp_path, resume=True)
+    assert done == [3, 4, 5, 6]
+    assert "continuing after round 2 of" in caplog.text
+    runner.run(replace(EXPERIMENT, rounds=5), tmp_path, resume=True)  # a longer run is of no use to a shorter one
+    assert done == [3, 4, 5, 6, 3, 4, 5]
+
+
+@pytest.mark.parametrize("change", [{"seed": 5}, {"batch_size": 7}])
+def test_no_other_setting_may_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict) -> None:
+    runner.run(replace(EXPERIMENT, rounds=2), tmp_path, resume=True)
+    records = runner.run(replace(EXPERIMENT, **change), tmp_path, resume=True)
+    assert records == runner.run(replace(EXPERIMENT, **change), tmp_path / "alone")
+
+
+@pytest.mark.parametrize("rounds", [2, 6])
+def test_records_without_a_checkpoint_are_named_where_a_run_starts_again(tmp_path: Path, rounds: int, caplog) -> None:
+    short = replace(EXPERIMENT, rounds=rounds)
+    runner.run(short, tmp_path)
+    runner.run(EXPERIMENT, tmp_path, resume=True)
+    (line,) = caplog.messages
+    assert line.startswith(f"{tmp_path / short.name}.jsonl has no checkpoint")
+    assert line.endswith("starting at round 1")
 
 
 def test_records_that_are_gone_are_missed(tmp_path: Path) -> None:

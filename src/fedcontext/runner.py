@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from fedcontext import checkpoint
 from fedcontext.datasets.federated import FederatedData
 from fedcontext.engines.base import ENGINES, Engine
 from fedcontext.errors import FedcontextError, FileError, require
 from fedcontext.experiment import Experiment
 from fedcontext.files.model_file import check_format, save_params
-from fedcontext.files.storage import check_folder, check_target, check_writable, clean, lock, write_text
+from fedcontext.files.storage import check_writable, clean, write_text
 from fedcontext.files.toml import to_toml
 from fedcontext.preparation import prepare
 from fedcontext.processes import OnRound as OnRound
 from fedcontext.processes import Run, run_in_processes
 from fedcontext.records import RoundRecord, read_run
 from fedcontext.results.run_file import append_records, open_run
-from fedcontext.simulation import Simulation, State
+from fedcontext.run_files import RunFiles, locked_files, resumed_state, save_state
+from fedcontext.simulation import Simulation
 
 MAX_LOCKED = 200  # runs whose files are locked before they start; each takes an open file
 
@@ -51,7 +49,8 @@ def run(
         data: your own data in place of a data set by name; ``experiment.dataset`` must be its name.
         engine: your own engine in place of one by name.
         resume: write a checkpoint after every round, and continue from the one in ``out``. A run that was killed at
-            any moment ends with the same params and records, to the bit.
+            any moment ends with the same params and records, to the bit. A run with more rounds than one in ``out``
+            that is otherwise the same continues after its last round; the records of that one stay.
         save: file for the trained params, .npz or .safetensors.
 
     >>> import tempfile
@@ -77,51 +76,13 @@ def run(
         return _run(simulation, files, on_round, resume, save)
 
 
-@dataclass(frozen=True)
-class RunFiles:
-    """The files of one run in the directory ``out``."""
-
-    out: Path
-    name: str
-
-    @property
-    def records(self) -> Path:
-        """A line of JSON for every round."""
-        return self.out / f"{self.name}.jsonl"
-
-    @property
-    def settings(self) -> Path:
-        """The settings that repeat the run."""
-        return self.out / f"{self.name}.toml"
-
-    @property
-    def checkpoint(self) -> Path:
-        """The state from which it resumes."""
-        return self.out / f"{self.name}.safetensors"
-
-    def check(self) -> None:
-        """Raise an error if the files cannot be written for what is there instead of them."""
-        check_folder(self.out)
-        for path in (self.records, self.settings, self.checkpoint):
-            check_target(path)
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lock the files for this run; does nothing where `run_all` has locked them already."""
-        with nullcontext() if self.records in _locked.get() else lock(self.records):
-            yield
-
-
-_locked: ContextVar[frozenset[Path]] = ContextVar("locked", default=frozenset())  # records of the runs of `run_all`
-
-
 def _run(
     simulation: Simulation, files: RunFiles, on_round: OnRound, resume: bool, save: Path | None
 ) -> list[RoundRecord]:
     experiment = simulation.experiment
     clean(files.checkpoint, files.settings)
     write_text(files.settings, to_toml(asdict(experiment)))
-    state = _load_state(simulation, files.checkpoint) if resume and checkpoint.exists(files.checkpoint) else None
+    state = resumed_state(simulation, files) if resume else None
     done = state.number if state else 0
     with open_run(files.records, experiment, done) as (path, records):
         for record in records:
@@ -133,7 +94,7 @@ def _run(
                 state = after
                 yield record
                 if resume:  # after the record has been written
-                    _save_state(simulation, state, files.checkpoint, path)
+                    save_state(simulation, state, files.checkpoint, path)
 
         for record in append_records(path, experiment, remaining_rounds()):
             records.append(record)
@@ -151,21 +112,6 @@ def _advice(files: RunFiles, resume: bool) -> Iterator[None]:
     except FileError as error:
         how = "the run resumes where it was" if resume else f"{files.records} has the rounds until now"
         raise FileError(f"{error}. When it can be written, start the same command again: {how}") from error
-
-
-def _identity(simulation: Simulation) -> dict[str, Any]:
-    """Return what a checkpoint must agree with to be resumed."""
-    return {**asdict(simulation.experiment), "data digest": simulation.data.digest}
-
-
-def _save_state(simulation: Simulation, state: State, path: Path, records: Path) -> None:
-    facts = {**_identity(simulation), "number": state.number, "loss": state.loss}
-    checkpoint.save(path, state.params, state.carried, facts, after=records)
-
-
-def _load_state(simulation: Simulation, path: Path) -> State:
-    saved = checkpoint.load(path, simulation.engine.initial_params(), _identity(simulation))
-    return State(saved.facts["number"], saved.params, loss=saved.facts["loss"], **saved.rule)
 
 
 def complete_records(experiment: Experiment, out: Path) -> list[RoundRecord] | None:
@@ -231,7 +177,7 @@ def run_all(
     with _locked_for(experiments, out):
         if jobs <= 1 or len(experiments) <= 1:
             return [run(experiment, out, on_round) for experiment in experiments]
-        return run_in_processes(experiments, out, jobs, on_round, partial(_run_locked, run, _locked.get()))
+        return run_in_processes(experiments, out, jobs, on_round, partial(_run_locked, run, locked_files.get()))
 
 
 @contextmanager
@@ -242,8 +188,8 @@ def _locked_for(experiments: Sequence[Experiment], out: Path) -> Iterator[None]:
         for each in files:
             each.check()
             stack.enter_context(each.locked())
-        before = _locked.set(_locked.get() | {each.records for each in files})
-        stack.callback(_locked.reset, before)
+        before = locked_files.set(locked_files.get() | {each.records for each in files})
+        stack.callback(locked_files.reset, before)
         yield
 
 
@@ -251,5 +197,5 @@ def _run_locked(
     run: Run, locked: frozenset[Path], experiment: Experiment, out: Path, on_round: OnRound
 ) -> list[RoundRecord]:
     """Run an experiment in a worker process whose parent has locked the files."""
-    _locked.set(locked)
+    locked_files.set(locked)
     return run(experiment, out, on_round)

@@ -58,7 +58,10 @@ def run(
         Path | None, typer.Option(help="Write the trained model to this file (.npz or .safetensors).")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Checkpoint every round, and continue from the checkpoint in --out.")
+        bool,
+        typer.Option(
+            "--resume", help="Checkpoint every round, and continue from the checkpoint in --out, also with more rounds."
+        ),
     ] = False,
     report: ReportPage = None,
     track: Track = "",

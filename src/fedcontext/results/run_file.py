@@ -106,6 +106,14 @@ def _continued(path: Path, settings: Settings, done: int) -> tuple[Path, list[Ro
     return active, records[:done]
 
 
+def copy_rounds(source: Path, old: Settings, path: Path, new: Settings, done: int) -> None:
+    """Begin the run file ``path`` of ``new`` settings with the first ``done`` rounds that a run of ``old`` ones wrote."""
+    source = _new_file(source) if _is_of_this_run(_new_file(source), old, done) else source
+    _first_rounds(source, done)
+    lines = [to_json(manifest(new)), *read_lines(source)[1 : done + 1]]
+    write_text(_first_file(path), "\n".join(lines) + "\n")
+
+
 def _is_of_this_run(path: Path, settings: Settings, done: int) -> bool:
     """Return whether ``path`` has the first rounds of the run with these settings, whatever its number of rounds."""
     try:

@@ -1,0 +1,108 @@
+"""The files of a run, and the state from which it continues: its own checkpoint, or that of the same run with fewer rounds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fedcontext import checkpoint
+from fedcontext.errors import FedcontextError
+from fedcontext.experiment import Experiment, experiment_from, settings_from_toml
+from fedcontext.files.storage import check_folder, check_target, lock
+from fedcontext.results.run_file import copy_rounds, count_rounds
+from fedcontext.simulation import Simulation, State
+
+LOG = logging.getLogger("fedcontext")
+locked_files: ContextVar[frozenset[Path]] = ContextVar("locked", default=frozenset())  # records of runs locked already
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The files of one run in the directory ``out``."""
+
+    out: Path
+    name: str
+
+    @property
+    def records(self) -> Path:
+        """A line of JSON for every round."""
+        return self.out / f"{self.name}.jsonl"
+
+    @property
+    def settings(self) -> Path:
+        """The settings that repeat the run."""
+        return self.out / f"{self.name}.toml"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The state from which it resumes."""
+        return self.out / f"{self.name}.safetensors"
+
+    def check(self) -> None:
+        """Raise an error if the files cannot be written for what is there instead of them."""
+        check_folder(self.out)
+        for path in (self.records, self.settings, self.checkpoint):
+            check_target(path)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock the files for this run; does nothing where `run_all` has locked them already."""
+        with nullcontext() if self.records in locked_files.get() else lock(self.records):
+            yield
+
+
+def save_state(simulation: Simulation, state: State, path: Path, records: Path) -> None:
+    """Write the checkpoint of a run after its records."""
+    facts = {**_identity(simulation, simulation.experiment), "number": state.number, "loss": state.loss}
+    checkpoint.save(path, state.params, state.carried, facts, after=records)
+
+
+def resumed_state(simulation: Simulation, files: RunFiles) -> State | None:
+    """Return the state of the checkpoint in ``files``, or else of the same run with fewer rounds.
+
+    The rounds of the latter are copied to the records in ``files``. None, and a warning if there are such runs but no
+    checkpoint, starts at round 1.
+    """
+    if checkpoint.exists(files.checkpoint):
+        return _load_state(simulation, files, simulation.experiment)
+    shorter = _shorter_runs(simulation.experiment, files.out)
+    for earlier, experiment in shorter:
+        if checkpoint.exists(earlier.checkpoint):
+            with earlier.locked():
+                state = _load_state(simulation, earlier, experiment)
+                copy_rounds(earlier.records, experiment, files.records, simulation.experiment, state.number)
+            LOG.warning("continuing after round %d of %s", state.number, earlier.records)
+            return state
+    if found := next((each.records for each in (files, *(run for run, _ in shorter)) if each.records.exists()), None):
+        LOG.warning("%s has no checkpoint, which a run writes only with --resume: starting at round 1", found)
+    return None
+
+
+def _load_state(simulation: Simulation, files: RunFiles, experiment: Experiment) -> State:
+    like = simulation.engine.initial_params()
+    saved = checkpoint.load(files.checkpoint, like, _identity(simulation, experiment))
+    return State(saved.facts["number"], saved.params, loss=saved.facts["loss"], **saved.rule)
+
+
+def _identity(simulation: Simulation, experiment: Experiment) -> dict[str, Any]:
+    """Return what a checkpoint must agree with to be resumed."""
+    return {**asdict(experiment), "data digest": simulation.data.digest}
+
+
+def _shorter_runs(experiment: Experiment, out: Path) -> list[tuple[RunFiles, Experiment]]:
+    """Return the runs in ``out`` whose settings are those of ``experiment`` but for fewer rounds, the longest first."""
+    found = []
+    for path in sorted(out.glob(f"{experiment.name.rpartition('-')[0]}-*.toml")):
+        try:
+            other = experiment_from(settings_from_toml(path))
+        except FedcontextError:
+            continue
+        same = replace(other, rounds=experiment.rounds) == experiment and other.name == path.stem
+        if same and other.rounds < experiment.rounds:
+            found.append((RunFiles(out, other.name), other))
+    return sorted(found, key=lambda run: count_rounds(run[0].records), reverse=True)
