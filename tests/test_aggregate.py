@@ -436,3 +436,44 @@ def test_names_that_are_no_device_are_refused(what):
     sent[what] = dict(zip("xy", sent[what], strict=True))
     with pytest.raises(FedcontextError, match=f"{what}: the names must be those of the devices"):
         fc.aggregate(np.zeros(2), {"a": np.ones(2), "b": np.ones(2)}, rule=fc.mean(), **sent)
+
+
+def rounds_of_memory(count, size=5):
+    """Return the last of some aggregations of random vectors by the rule with memory."""
+    random = np.random.default_rng(count)
+    rule, params, result = fc.contextual_memory(), np.zeros(size), None
+    for _ in range(count):
+        updates, gradients, differences = random.standard_normal((3, 4, size))
+        state, answers = result and result.state, None if result is None else list(differences)
+        result = fc.aggregate(
+            params, list(updates), gradients=list(gradients), differences=answers, rule=rule, state=state
+        )
+    return result
+
+
+FOREIGN = [3, "text", [1, 2], (1,), {}, {"momentum": np.zeros(5)}, np.zeros(5)]
+
+
+@pytest.mark.parametrize("state", FOREIGN, ids=lambda state: type(state).__name__)
+def test_a_state_that_the_rule_did_not_return_is_refused(state):
+    vectors, rule, streamed = [np.ones(5), np.arange(5.0)], fc.contextual_memory(), fc.StreamedRound(np.zeros(5))
+    with pytest.raises(FedcontextError, match="state must be that of the last result of rule 'contextual memory'"):
+        fc.aggregate(np.zeros(5), vectors, gradients=vectors, differences=vectors, rule=rule, state=state)
+    streamed.add_update(vectors[0])
+    streamed.add_probe(*vectors)
+    with pytest.raises(FedcontextError, match="state must be that of the last result of rule 'contextual memory'"):
+        streamed.aggregate(rule, state)
+
+
+def test_a_state_of_a_model_of_another_size_is_refused():
+    vectors, state = [np.ones(5), np.arange(5.0)], rounds_of_memory(2, size=7).state
+    with pytest.raises(FedcontextError, match="of a model with 7 parameters, got 5"):
+        fc.aggregate(
+            np.zeros(5), vectors, gradients=vectors, differences=vectors, rule=fc.contextual_memory(), state=state
+        )
+
+
+def test_what_a_rule_reports_are_numbers_of_python():
+    info = rounds_of_memory(3).info
+    assert {type(value) for value in info.values()} <= {float, bool}
+    assert "np." not in repr(info)

@@ -351,6 +351,14 @@ def test_impossible_settings_are_refused_before_the_first_round(small_data, sett
         list(fc.simulate(data=small_data, **{**SMALL, **settings}))
 
 
+def test_data_must_be_data_and_has_its_own_name(small_data):
+    with pytest.raises(FedcontextError, match="data must be FederatedData, such as federate\\(\\) makes, got int"):
+        fc.train(data=1)
+    with pytest.raises(FedcontextError, match="give data or a dataset, not both: data is 'small', got 'mnist'"):
+        fc.train(data=small_data, dataset="mnist")
+    assert fc.train(data=small_data, dataset="small", **{**SMALL, "rounds": 1}).records
+
+
 def test_an_interrupted_repetition_leaves_the_complete_record(tmp_path):
     experiment = fc.Experiment(algorithm="fedavg", engine="reference", **SMALL)
     complete = [record.loss for record in run(experiment, tmp_path)]

@@ -59,8 +59,7 @@ def prepare(
     """
     if engine is not None and model is not None:
         raise FedcontextError("give an engine or a model, not both: an engine already has its model")
-    if data is not None and not isinstance(data, FederatedData):
-        raise FedcontextError(f"data must be FederatedData, such as federate() makes, got {type(data).__name__}")
+    _check_data(data)
     data = data or load_dataset(experiment.dataset, experiment.data_seed)
     own_engine = engine is not None
     engine = engine or _engine(experiment, data, model)
@@ -94,6 +93,11 @@ def prepare(
     for devices in (asked, np.union1d(plan.devices, plan.pool)):
         full_participation(data.train, devices)  # refuses a plan that on-demand data cannot serve
     return simulation
+
+
+def _check_data(data: object) -> None:
+    if not isinstance(data, FederatedData | None):
+        raise FedcontextError(f"data must be FederatedData, such as federate() makes, got {type(data).__name__}")
 
 
 def _engine(experiment: Experiment, data: FederatedData, model: Any) -> Engine:
@@ -213,8 +217,9 @@ def simulate(
         raise FedcontextError(f"experiment must be an Experiment, got {experiment!r}; name data with dataset=...")
     if experiment is not None and settings:
         raise FedcontextError("give an Experiment or settings, not both")
-    if data is not None:
-        settings.setdefault("dataset", data.name)
+    _check_data(data)
+    if data is not None and settings.setdefault("dataset", data.name) != data.name:
+        raise FedcontextError(f"give data or a dataset, not both: data is {data.name!r}, got {settings['dataset']!r}")
     if model is not None and not isinstance(model, str) and settings.get("engine", "auto") not in ("auto", "torch"):
         raise _wrong_engine(settings["engine"])
     objects = {name: None if isinstance(value, str) else value for name, value in named.items()}

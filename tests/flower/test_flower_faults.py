@@ -472,7 +472,7 @@ def test_no_bytes_do_more_than_be_refused(data: st.DataObject) -> None:
 
 INVALID = [("probes", 0), ("probes", "some"), ("min_replies", 0), ("max_lost", 0), ("probe_averaging", "banana")]
 INVALID += [("epochs", (5, 1)), ("epochs", 0), ("epochs", "some"), ("rule", "banana"), ("rule", 3), ("pool", -5)]
-INVALID += [("pool", "some"), ("seed", -1), ("seed", "x"), ("node_timeout", 0), ("gradient_bits", 12)]
+INVALID += [("pool", "some"), ("seed", -1), ("seed", "x"), ("node_timeout", 0), ("gradient_bits", 12), ("defences", {})]
 
 
 @pytest.mark.parametrize(("name", "value"), INVALID)
@@ -491,5 +491,5 @@ def test_a_function_that_returns_no_rule_is_named() -> None:
 def test_a_rule_that_clients_cannot_serve_is_refused_before_the_first_round(rule: fc.Rule) -> None:
     grid = MemoryGrid(APP, range(3))
     with pytest.raises(fc.FedcontextError, match=f"rule '{rule.name}' needs .*, which clients do not send"):
-        ContextualStrategy(FedAvg(), rule=rule).start(grid, record_of(START), 1)
+        ContextualStrategy(FedAvg(), lambda config: rule).start(grid, record_of(START), 1)
     assert not grid.sent

@@ -8,9 +8,9 @@ from dataclasses import replace
 from fedcontext.aggregation.application import Inputs, apply_step, apply_weights
 from fedcontext.aggregation.combine import largest_entries
 from fedcontext.aggregation.result import Aggregation
-from fedcontext.aggregation.validation import output_leaves, select_leaves, validate
+from fedcontext.aggregation.validation import check_defences, check_state, output_leaves, select_leaves, validate
 from fedcontext.arrays.tree import SCRATCH, Leaves, Structure, kind_of, leaves, size_of
-from fedcontext.errors import FedcontextError, positive, shown
+from fedcontext.errors import FedcontextError, positive
 from fedcontext.measurement.defences import OFF, Defences
 from fedcontext.measurement.geometry import Report, Structures
 from fedcontext.rules.base import AnyRule, Rule, State
@@ -111,8 +111,8 @@ def aggregate(
             distortions,
         )
     )
-    if not isinstance(defences, Defences | None):
-        raise FedcontextError(f"defences must be fc.Defences(...) or None, got {shown(defences)}")
+    check_defences(defences)
+    check_state(rule, state)
     base, defences = leaves(params), OFF if defences is None else defences
     measured, averaged = _measured_and_averaged(base, layers if isinstance(rule, Rule) else None, buffers)
     vectors = validate(report, base, set(measured), strict=not defences.outlier)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedcontext.aggregation.combine import add_step
-from fedcontext.aggregation.validation import checked_leaves
+from fedcontext.aggregation.result import plain_numbers
+from fedcontext.aggregation.validation import check_state, checked_leaves
 from fedcontext.arrays.tree import FloatArray, Leaves, Structure, kind_of, leaf_name, leaves, rebuild, size_of
 from fedcontext.errors import FedcontextError
 from fedcontext.measurement.sums import Sums, flat, unflat
@@ -90,11 +91,12 @@ class StreamedRound:
             raise FedcontextError(
                 f"rule must work on sums over devices, such as contextual_memory(), got {rule!r:.100}"
             )
+        check_state(rule, state)
         self._check_enough(rule, state)
         vector, state, info = rule.step(self.sums, rule.init(self.params) if state is None else state, population)
         step: Leaves = unflat(vector, self._leaves, list(self._leaves))
         moved = add_step(self._leaves, step)
-        return Streamed(rebuild(self.params, moved), rebuild(self.params, step), state, info)
+        return Streamed(rebuild(self.params, moved), rebuild(self.params, step), state, plain_numbers(info))
 
     def _check_enough(self, rule: SumRule, state: State) -> None:
         probes = self.sums.probes

@@ -20,7 +20,9 @@ from fedcontext.arrays.tree import (
     leaves,
 )
 from fedcontext.errors import FedcontextError, shown
+from fedcontext.measurement.defences import Defences
 from fedcontext.measurement.geometry import Name, Names, Report, Structures, Vectors
+from fedcontext.rules.base import AnyRule, State, SumRule
 
 
 def validate(report: Report, base: Leaves, measured: set[str], strict: bool = True) -> Vectors:
@@ -76,6 +78,36 @@ def validate(report: Report, base: Leaves, measured: set[str], strict: bool = Tr
         names=Names(devices, probes, names_of(report.pool, "pool device "), invalid or {}),
         root_gradient=checked({} if root is None else {"the root gradient": root}, measured),
     )
+
+
+def check_defences(defences: object) -> None:
+    """Raise an error for anything but `Defences` or None.
+
+    >>> check_defences({})
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: defences must be fc.Defences(...) or None, got {}
+    """
+    if not isinstance(defences, Defences | None):
+        raise FedcontextError(f"defences must be fc.Defences(...) or None, got {shown(defences)}")
+
+
+def check_state(rule: AnyRule, state: State) -> None:
+    """Raise an error for a state in which a rule with memory does not find its last step.
+
+    >>> from fedcontext.rules.memory import contextual_memory
+    >>> check_state(contextual_memory(), [1, 2])
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: state must be that of the last result of rule 'contextual memory', or None in the first round, got [1, 2]
+    """
+    try:
+        if isinstance(rule, SumRule) and state is not None:
+            rule.last_step(state)
+    except (TypeError, LookupError):
+        raise FedcontextError(
+            f"state must be that of the last result of rule '{rule.name}', or None in the first round, got {shown(state)}"
+        ) from None
 
 
 def raise_not_finite(report: Report, measured: set[str]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedcontext.aggregation.aggregate import aggregate
 from fedcontext.aggregation.result import Aggregation
-from fedcontext.aggregation.validation import select_leaves, validate
+from fedcontext.aggregation.validation import check_defences, select_leaves, validate
 from fedcontext.arrays.tree import all_finite
 from fedcontext.errors import FedcontextError
 from fedcontext.flower.messages import Reply
@@ -34,6 +34,9 @@ class Settings:
     layers: Sequence[str | int] | None = None  # that enter the geometry; None: all
     buffers: Sequence[str | int] = ()  # averaged instead of weighted
     defences: Defences | None = Defences()  # noqa: RUF009
+
+    def __post_init__(self) -> None:
+        check_defences(self.defences)
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,8 @@ class ContextualStrategy(Strategy):
             raise FedcontextError(
                 f"rule must be a rule such as contextual_memory(), or a function of the train config, got {shown(rule)}"
             )
+        if isinstance(self.rule, AnyRule):
+            check_rule(self.rule, server)
         self.probes: Probes | None = None if probes is None else checked("probes", probes)
         self.epochs = None if epochs is None else checked("epochs", epochs)
         self.seed, self.pool = checked("seed", seed), checked("pool", pool)
