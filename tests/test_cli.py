@@ -22,6 +22,8 @@ from fedcontext.cli import main
 from fedcontext.cli.options import OPTIONS
 from fedcontext.cli.tables import mean_and_deviation, outcome
 from fedcontext.datasets import NAMES, load_dataset
+from fedcontext.files.toml import to_toml
+from fedcontext.measurement.defences import OFF
 from fedcontext.results.summary import summarise
 
 PROGRAM = [sys.executable, "-c", "from fedcontext.cli import main; main()"]
@@ -123,6 +125,15 @@ def test_names_that_other_libraries_use_are_options_too(tmp_path, options, setti
 @pytest.mark.parametrize(("k2", "probes"), [("0", "cohort"), ("N", "all"), ("20", 20)])
 def test_k2_is_the_papers_name_for_probes(tmp_path, k2, probes):
     assert settings_of("--k2", k2, cwd=tmp_path)["probes"] == probes
+
+
+def test_one_option_turns_all_defences_off_also_those_of_a_file(tmp_path):
+    (tmp_path / "all.toml").write_text(to_toml(asdict(fc.Experiment(max_update=2))))
+    settings = settings_of("all.toml", "--defences", "none", "--outlier", "50", cwd=tmp_path)
+    assert {name: settings[name] for name in asdict(OFF)} == {**asdict(OFF), "outlier": 50}
+    (tmp_path / "none.toml").write_text('defences = "none"\n')
+    settings = settings_of("none.toml", cwd=tmp_path)
+    assert {name: settings[name] for name in asdict(OFF)} == asdict(OFF)
 
 
 def test_a_file_overrides_a_preset_and_options_override_both(tmp_path):
@@ -266,6 +277,7 @@ BAD = {
     "negative rounds": (["run", "--rounds", "-1"], "rounds must be an integer of at least 1, got '-1'"),
     "word for a number": (["run", "--rounds", "many"], "rounds must be an integer of at least 1, got 'many'"),
     "too many devices": (["run", "--devices-per-round", "31"], "devices per round must be between 1 and 30"),
+    "defences": (["run", "--defences", "some"], "defences must be none, or fc.Defences(...) in Python, got 'some'"),
     "k2 word": (
         ["run", "--k2", "some"],
         "k2 must be 0 (the cohort), N (all devices) or a number of devices, got 'some'",

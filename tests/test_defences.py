@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 import numpy as np
 import pytest
@@ -189,3 +189,19 @@ def test_limits_below_the_median_are_refused(name, value):
 def test_defences_of_another_type_are_refused(wrong):
     with pytest.raises(FedcontextError, match="defences must be"):
         fc.aggregate(np.zeros(2), [np.ones(2)], rule=fc.mean(), defences=wrong)
+
+
+@pytest.mark.parametrize("chosen", [None, "none", fc.Defences(), fc.Defences(max_update=2, outlier=0)])
+def test_all_limits_of_a_simulation_are_given_by_one_name(chosen, small_data):
+    expected = chosen if isinstance(chosen, fc.Defences) else OFF
+    settings = {"data": small_data, "rounds": 2, "devices_per_round": 4, "attack": "scaling=0.3"}
+    by_name = fc.train(defences=chosen, **settings)
+    assert by_name.records == fc.train(**asdict(expected), **settings).records
+    assert fc.presets.paper(defences=chosen).defences == expected
+
+
+def test_other_words_for_all_limits_are_refused(small_data):
+    with pytest.raises(
+        FedcontextError, match=r"defences must be none, or fc\.Defences\(\.\.\.\) .* got 'off'; .* max_step"
+    ):
+        fc.train(data=small_data, defences="off")

@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from fedcontext.faults.faults import FAULTS
 from fedcontext.files.toml import read_toml
 from fedcontext.fleet import PROFILES
 from fedcontext.measurement.combination import COMBINATIONS, Combination
-from fedcontext.measurement.defences import Defences
+from fedcontext.measurement.defences import OFF, Defences
 from fedcontext.rules.base import Averaging
 from fedcontext.settings import Check, integer, integer_range, number, one_of, setting, shares_by_name, text
 
@@ -41,6 +41,8 @@ GRADIENT_BITS = Check(
 @dataclass(frozen=True)
 class Experiment:
     """One run: the data set, the algorithm and everything else that decides its result.
+
+    Where settings are given by name, as in `train` and TOML files, ``defences`` stands for all limits of `Defences`.
 
     >>> Experiment(dataset="mnist").learning_rate
     0.03
@@ -222,8 +224,29 @@ def experiment_from(settings: Mapping[str, Any]) -> Experiment:
     >>> experiment_from({"dataset": "mnist", "rounds": "5"}).rounds
     5
     """
+    settings = with_limits(settings)
     check_names(settings)
     return Experiment(**settings)
+
+
+def with_limits(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with each limit on its own in place of ``defences``: `Defences`, or None or "none" for no limit.
+
+    Limits that are given beside it override it.
+
+    >>> with_limits({"defences": None, "outlier": 50})["max_update"], with_limits({"defences": None, "outlier": 50})["outlier"]
+    (0.0, 50)
+    """
+    if "defences" not in settings:
+        return dict(settings)
+    given = settings["defences"]
+    limits = OFF if given is None or (isinstance(given, str) and given == "none") else given
+    if not isinstance(limits, Defences):
+        raise FedcontextError(
+            f"defences must be none, or fc.Defences(...) in Python, got {shown(given)}; "
+            f"the single limits are {', '.join(each.name for each in fields(Defences))}"
+        )
+    return {**asdict(limits), **{name: value for name, value in settings.items() if name != "defences"}}
 
 
 def check_names(names: Collection[str], known: Collection[str] = SETTINGS, source: str = "") -> None:
@@ -244,7 +267,7 @@ def check_names(names: Collection[str], known: Collection[str] = SETTINGS, sourc
 
 def settings_from_toml(path: Path, known: Collection[str] = SETTINGS) -> dict[str, Any]:
     """Return the settings in a TOML file, their names checked."""
-    settings = read_toml(path)
+    settings = with_limits(read_toml(path))
     check_names(settings, known, source=f"{path}: ")
     return settings
 

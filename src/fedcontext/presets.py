@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fedcontext.errors import FedcontextError
-from fedcontext.experiment import Experiment, experiment_from
+from fedcontext.experiment import Experiment, experiment_from, with_limits
 from fedcontext.measurement.defences import OFF
 
 PRESETS: dict[str, Mapping[str, Any]] = {
@@ -33,7 +33,7 @@ def paper(dataset: str = "mnist", **changes: Any) -> Experiment:
     >>> paper("synthetic-1-1", rounds=5).smoothness
     '1/lr'
     """
-    return experiment_from({**PRESETS["paper"], "dataset": dataset, **changes})
+    return experiment_from({**PRESETS["paper"], "dataset": dataset, **with_limits(changes)})
 
 
 def preset_named(name: str) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 
 from fedcontext.console import err
 from fedcontext.errors import FedcontextError, shown
-from fedcontext.experiment import SETTINGS, Experiment, settings_from_toml
+from fedcontext.experiment import SETTINGS, Experiment, settings_from_toml, with_limits
 from fedcontext.presets import PRESETS, preset_named
 
 
@@ -36,6 +36,10 @@ Preset = Annotated[
 ]
 K2 = Annotated[
     str | None, typer.Option(metavar="0|N|INTEGER", help="The paper's name for --probes: 0 is cohort, N is all.")
+]
+DefencesOff = Annotated[
+    str | None,
+    typer.Option(metavar="none", help="none turns all defences off, but those whose own option is given."),
 ]
 Out = Annotated[Path, typer.Option("--out", help="Directory for records and the TOML files that repeat the runs.")]
 Quiet = Annotated[
@@ -95,12 +99,12 @@ OTHER_NAMES = {
 def takes_settings(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator for a command whose first argument is a dict of settings.
 
-    The decorated command takes FILE, --preset, --k2 and the ``options`` (annotations by name) in place of that
+    The decorated command takes FILE, --preset, --k2, --defences and the ``options`` (annotations by name) in place of that
     argument; options override the file, and the file overrides the preset.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        annotations = {"file": File, "preset": Preset, **options, "k2": K2}
+        annotations = {"file": File, "preset": Preset, **options, "k2": K2, "defences": DefencesOff}
         shared = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
             for name, annotation in annotations.items()
@@ -126,7 +130,7 @@ def merged(
     known: Mapping[str, Any], file: Path | None, preset: str | None, k2: str | None, **options: str | None
 ) -> dict[str, Any]:
     """Return the settings of the preset, overridden by those of the file, overridden by the options that were given."""
-    given = {name: value for name, value in options.items() if value is not None}
+    given = with_limits({name: value for name, value in options.items() if value is not None})
     if k2 is not None:
         if "probes" in given:
             raise FedcontextError("--probes and --k2 are the same setting: give one of them")
