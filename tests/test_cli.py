@@ -336,6 +336,16 @@ BAD = {
     "experiment": (["reproduce", "everything"], "experiment must be one of"),
     "no data": (["run", "--dataset", "mnist"], "fedcontext data fetch mnist"),
     "unknown fetch": (["data", "fetch", "cifar"], "only for mnist, femnist"),
+    "entrant": (["leaderboard", "--entrants", "memry"], "got 'memry'; did you mean memory?"),
+    "task": (["stress", "--tasks", "mnst"], "task must be one of synthetic-1-1, mnist, cnn-mnist-30, got 'mnst'; did"),
+    "stress into a file": (["stress", "--quick", "--out", "odd.toml"], "odd.toml: must be a directory"),
+    "leaderboard into a file": (["leaderboard", "--quick", "--out", "odd.toml"], "odd.toml: must be a directory"),
+    "tune into a file": (["tune", "--grid", "mu=1", "--out", "odd.toml"], "odd.toml: must be a directory"),
+    "below a file": (["run", "--out", "odd.toml/a/b"], "odd.toml: must be a directory for output files, and is not"),
+    "uplink nan": (["recommend", "--uplink", "nan"], "uplink must be a positive multiple of FedAvg's bytes"),
+    "uplink -1": (["recommend", "--uplink", "-1"], "uplink must be a positive multiple of FedAvg's bytes"),
+    "report over notes": (["run", "--report", "odd.toml"], "odd.toml: exists and is not a report of fedcontext"),
+    "leaderboard over notes": (["leaderboard", "--report", "odd.toml"], "odd.toml: exists and is not a report"),
     "claims without runs": (["reproduce", "claims"], "run `fedcontext reproduce all"),
 }
 

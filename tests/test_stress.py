@@ -90,7 +90,7 @@ def test_finished_runs_are_reused_and_tasks_are_merged(results, tmp_path):
 
 
 def test_unknown_tasks_and_broken_files_are_named(tmp_path):
-    with pytest.raises(FedcontextError, match="tasks must be among synthetic-1-1, mnist, cnn-mnist-30, got moon"):
+    with pytest.raises(FedcontextError, match="task must be one of synthetic-1-1, mnist, cnn-mnist-30, got 'moon'"):
         select(["moon"], quick=False)
     (tmp_path / "reliability.json").write_text("[1]")
     with pytest.raises(FedcontextError, match="no results of a stress test"):

@@ -173,6 +173,19 @@ def test_a_page_that_cannot_be_written_is_named(runs: Path, tmp_path: Path) -> N
         write_report([runs], tmp_path / "file" / "page.html")
 
 
+def test_a_page_replaces_reports_and_nothing_else(runs: Path, tmp_path: Path) -> None:
+    page, notes = tmp_path / "page.html", tmp_path / "notes.html"
+    page.touch()
+    for _ in range(2):
+        write_report([runs], page)
+    notes.write_text("<!doctype html><title>fedcontext: my notes</title>")
+    with pytest.raises(
+        FedcontextError, match=r"notes.html: exists and is not a report of fedcontext: use another path"
+    ):
+        write_report([runs], notes)
+    assert "my notes" in notes.read_text()
+
+
 def test_a_seed_that_waits_for_its_turn_does_not_count_as_failed(write_run) -> None:
     paths = [write_run([{"accuracy": 0.6}], "first"), write_run([], "second", seed=1)]
     dataset = page_data(*read_runs(paths))["datasets"][0]

@@ -14,7 +14,7 @@ from fedcontext.cli.tables import plain_table, progress
 from fedcontext.console import out
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import check_names, experiment_from
-from fedcontext.files.storage import lock, write_text
+from fedcontext.files.storage import check_folder, lock, write_text
 from fedcontext.files.toml import to_toml
 from fedcontext.leaderboard import entries
 
@@ -51,6 +51,12 @@ def leaderboard(
     chosen = entries.select_tasks(group, _names("tasks", tasks), quick=quick, device=device)
     rivals = entries.select_entrants(_names("entrants", entrants), quick=quick)
     out_dir = out_dir / "quick" if quick else out_dir
+    for folder in filter(None, (out_dir, docs)):
+        check_folder(folder)
+    if report is not None:
+        from fedcontext.report import check_page, write_report
+
+        check_page(report)
     tuning, seeds = list(entries.TUNING_SEEDS), list(entries.TEST_SEEDS)
     if quick:
         tuning, seeds = tuning[:1], seeds[:2]
@@ -73,8 +79,6 @@ def leaderboard(
         results.write_results(merged, results.PUBLISHED)
         write_text(docs / "leaderboard.md", page)
     if report is not None:
-        from fedcontext.report import write_report
-
         runs = board.all_test_experiments(chosen, rivals, tuning, seeds, out_dir)
         write_report([path for each in runs if (path := out_dir / f"{each.name}.jsonl").exists()], report)
     if not quiet:
@@ -103,6 +107,7 @@ def tune(
     from fedcontext.leaderboard.tuning import candidate_scores, run_missing, tuning_experiments
     from fedcontext.leaderboard.tuning import tune as choose
 
+    check_folder(out_dir)
     task = entries.Task("tune", "", {**settings, "rounds": experiment_from(settings).rounds}, _levels(levels))
     entrant = entries.Entrant("tune", {}, parse_grid(grid))
     tuning = [experiment_from({**settings, "seed": seed}).seed for seed in distinct("seeds", seeds)]

@@ -12,6 +12,7 @@ from fedcontext.cli.options import Jobs, Quiet, distinct, interruptible
 from fedcontext.cli.tables import progress
 from fedcontext.console import print_line
 from fedcontext.errors import FedcontextError
+from fedcontext.files.storage import check_folder
 
 
 def stress(
@@ -37,6 +38,8 @@ def stress(
         raise FedcontextError("--quick does not write docs: run without --quick or without --docs")
     chosen, conditions = select(distinct("tasks", tasks) if tasks else [], quick=quick, device=device)
     folder = out_dir / "quick" if quick else out_dir
+    for each in filter(None, (folder, docs)):
+        check_folder(each)
     with interruptible(folder):
         made = run_all(
             folder,

@@ -54,7 +54,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Raise an error if ``path`` exists and is not a directory.
+    """Raise an error if ``path`` exists and is not a directory, or something in whose place a directory above it belongs.
 
     >>> check_folder(Path("/dev/null"))
     Traceback (most recent call last):
@@ -62,8 +62,9 @@ def check_folder(path: Path) -> None:
     fedcontext.errors.FileError: /dev/null: must be a directory for output files, and is not
     """
     with naming(path):
-        if path.exists() and not path.is_dir():
-            raise FileError(f"{path}: must be a directory for output files, and is not")
+        nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
+        if not nearest.is_dir():
+            raise FileError(f"{nearest}: must be a directory for output files, and is not")
 
 
 def make_folder(path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, Literal, TypeAlias
 
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import FedcontextError, shown, suggestion
 from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.measurement.defences import Defences
 from fedcontext.presets import PRESETS
@@ -129,7 +129,7 @@ def select_tasks(group: str = "all", names: Sequence[str] = (), *, quick: bool =
     """
     if group not in (*GROUPS, "all"):
         raise FedcontextError(f"group must be {', '.join(GROUPS)} or all, got {group!r}")
-    chosen = _named("task", TASKS, names) or [
+    chosen = named("task", TASKS, names) or [
         task for task in TASKS if group in (task.group, "all") and (not quick or task.name in QUICK_TASKS)
     ]
     if quick:
@@ -148,12 +148,20 @@ def select_entrants(names: Sequence[str] = (), *, quick: bool = False) -> list[E
     >>> [entrant.name for entrant in select_entrants(["fedavg", "memory"])]
     ['fedavg', 'memory']
     """
-    chosen = _named("entrant", ENTRANTS, names)
+    chosen = named("entrant", ENTRANTS, names)
     return chosen or [entrant for entrant in ENTRANTS if not quick or entrant.name in QUICK_ENTRANTS]
 
 
-def _named(what: str, known: Sequence[Any], names: Sequence[str]) -> list[Any]:
+def named(what: str, known: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    """Return the tasks or entrants with these names.
+
+    >>> named("entrant", ENTRANTS, ["memry"])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: entrant must be one of fedavg, ..., got 'memry'; did you mean memory?
+    """
     by_name = {each.name: each for each in known}
     if unknown := [name for name in names if name not in by_name]:
-        raise FedcontextError(f"{what} must be one of {', '.join(by_name)}, got {unknown[0]!r}")
+        hint = suggestion(unknown[0], by_name)
+        raise FedcontextError(f"{what} must be one of {', '.join(by_name)}, got {shown(unknown[0])}{hint}")
     return [by_name[name] for name in names]

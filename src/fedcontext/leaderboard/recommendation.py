@@ -24,6 +24,12 @@ class Constraints:
     secure_aggregation: bool = False  # the server sees sums over devices only
     nonconvex: bool = False
 
+    def __post_init__(self) -> None:
+        if not self.uplink > 0:
+            raise FedcontextError(
+                f"uplink must be a positive multiple of FedAvg's bytes, such as 1.5, got {self.uplink}"
+            )
+
     def allow(self, entrant: Entrant, ratio: Ratio) -> bool:
         """Return whether an entrant can be used."""
         algorithm = algorithm_named(entrant.settings["algorithm"], Hyperparameters(learning_rate=1, smoothness=1))

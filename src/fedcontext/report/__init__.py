@@ -6,16 +6,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fedcontext.files.storage import write_text
-from fedcontext.report.html import render
+from fedcontext.report.html import check_page, render
 from fedcontext.report.live import live_report
 from fedcontext.report.page_data import page_data
 from fedcontext.results.reader import read_runs
 
-__all__ = ["live_report", "write_report"]
+__all__ = ["check_page", "live_report", "write_report"]
 
 
 def write_report(paths: Iterable[str | Path], out: Path) -> list[str]:
     """Write the report on the runs in ``paths`` to ``out``; return one message for everything that was skipped."""
+    check_page(out)
     runs, problems = read_runs(paths)
     write_text(out, render(page_data(runs, problems)))
     return problems

@@ -6,9 +6,14 @@ import html
 import json
 import re
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
-from fedcontext.errors import require
+from fedcontext.errors import FileError, require
+from fedcontext.files.storage import check_writable
+
+GENERATOR = b'<meta name="generator" content="fedcontext'  # in the head of every page
+HEAD = 4096  # bytes in which it is
 
 
 def render(data: dict[str, Any]) -> str:
@@ -28,6 +33,26 @@ def render(data: dict[str, Any]) -> str:
     }
     template = (assets / "page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def check_page(path: Path) -> None:
+    """Raise an error if ``path`` cannot be written, or is a file that is no report: a page replaces only reports.
+
+    >>> import tempfile
+    >>> notes = Path(tempfile.mkdtemp()) / "notes.html"
+    >>> check_page(notes)
+    >>> _ = notes.write_text("my notes")
+    >>> check_page(notes)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FileError: ...notes.html: exists and is not a report of fedcontext: use another path, or delete it
+    """
+    check_writable(path)
+    if path.exists():
+        with path.open("rb") as file:
+            start = file.read(HEAD)
+        if start and GENERATOR not in start:
+            raise FileError(f"{path}: exists and is not a report of fedcontext: use another path, or delete it")
 
 
 def to_json(value: object) -> str:

@@ -11,7 +11,7 @@ from fedcontext.errors import FileError, require
 from fedcontext.experiment import Experiment
 from fedcontext.files.storage import write_text
 from fedcontext.records import RoundRecord
-from fedcontext.report.html import render, to_json
+from fedcontext.report.html import check_page, render, to_json
 from fedcontext.report.page_data import page_data
 from fedcontext.results.reader import Run, new_run, to_row
 from fedcontext.runner import OnRound
@@ -28,6 +28,7 @@ def live_report(experiments: Sequence[Experiment], out: Path, interval: float = 
     suspended tab may ask for the last update much later.
     """
     require("plotly.offline", extra="report")
+    check_page(out)
     page = LivePage(experiments, out)
     page.write_update(running=True)  # before the page, which would otherwise load the last update of earlier runs
     page.write_page(running=True)

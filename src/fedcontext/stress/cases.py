@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
 from fedcontext.faults.attacks import ATTACKS
 from fedcontext.faults.faults import FAULTS
-from fedcontext.leaderboard.entries import Settings, Task
+from fedcontext.leaderboard.entries import Settings, Task, named
 from fedcontext.measurement.defences import OFF
 
 Kind: TypeAlias = Literal["none", "faults", "attack"]
@@ -108,10 +107,7 @@ def select(tasks: Sequence[str], *, quick: bool, device: str = "") -> tuple[list
     >>> [task.name for task in tasks], len(conditions)
     (['mnist'], 77)
     """
-    by_name = {task.name: task for task in TASKS}
-    if unknown := [name for name in tasks if name not in by_name]:
-        raise FedcontextError(f"tasks must be among {', '.join(by_name)}, got {', '.join(unknown)}")
-    chosen = [_on(device, by_name[name]) for name in tasks or by_name]
+    chosen = [_on(device, task) for task in named("task", TASKS, tasks) or TASKS]
     if not quick:
         return chosen, list(CONDITIONS)
     first = chosen[:1] if tasks else [TASKS[0]]
