@@ -112,6 +112,14 @@ FAULTS: dict[str, tuple[Meddle, str]] = {
     "fails": (failed(2, "Traceback\nZeroDivisionError: nothing"), "failed with code 2: ZeroDivisionError: nothing"),
     "times out": (only("train")(lambda message, reply: []), "no reply before the timeout"),
     "dies, its node unnamed": (failed(5, "Node Unavailable", node=1), "node unavailable"),
+    "its message expires": (
+        failed(3, "Error: Message Unavailable - It may have expired"),
+        "no reply before the timeout",
+    ),
+    "its reply expires": (
+        failed(4, "Error: Reply Message Unavailable - It has expired"),
+        "no reply before the timeout",
+    ),
     "worker dies": (failed(0, ""), "failed with code 0"),
     "answers twice": (only("train")(lambda message, reply: [reply, reply]), "more than one reply"),
     "wrong shape": (changed(UPDATE, w=np.zeros(3, np.float32)), "update: leaf 'w' must have shape (4,), got (3,)"),

@@ -35,7 +35,8 @@ from fedcontext.rules.base import Need
 Pool: TypeAlias = int | Literal["all"]
 MAX_SAMPLES = 2**53  # larger counts are not exact in float64, and their sums may overflow
 HELPERS = "the client app must be made with fedcontext.flower.torch_client or numpy_client"
-NODE_UNAVAILABLE = 5  # Flower's error code for a node that stopped sending heartbeats
+LATE = "no reply before the timeout"
+ERRORS = {3: LATE, 4: LATE, 5: "node unavailable"}  # Flower's codes: the message, its reply expired; no heartbeats
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def parse_replies(
 
 def _parse(task: Task, replies: Sequence[Message], params: Arrays, extras: Extras, samples_key: str) -> Reply:
     if len(replies) != 1:
-        raise FedcontextError("more than one reply" if replies else "no reply before the timeout")
+        raise FedcontextError("more than one reply" if replies else LATE)
     if replies[0].has_error():
         raise FedcontextError(_reason(replies[0].error, task))
     content, codes = replies[0].content, extras.codes.codes(task.device)
@@ -209,8 +210,8 @@ def _difference(weights: ArrayRecord, params: Arrays) -> Arrays:
 
 
 def _reason(error: Error, task: Task) -> str:
-    if error.code == NODE_UNAVAILABLE:
-        return "node unavailable"
+    if error.code in ERRORS:
+        return ERRORS[error.code]
     lines = [line.strip() for line in (error.reason or "").splitlines() if line.strip()]
     if task.group is None and "No query function registered" in (error.reason or ""):  # what a stock ClientApp raises
         return f"no gradient: {HELPERS}"
