@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedcontext.cli.options import OPTIONS, Jobs, Out, Quiet, distinct, interruptible, takes_settings
+from fedcontext.cli.options import OPTIONS, Jobs, Out, Quiet, command_line, distinct, interruptible, takes_settings
 from fedcontext.cli.tables import plain_table, progress
 from fedcontext.console import out
 from fedcontext.errors import FedcontextError
@@ -72,7 +72,8 @@ def leaderboard(
         )
     path = out_dir / "results.json"
     merged = results.merge(results.read_results(path) if path.exists() and not quick else [], made)
-    page = document(merged, f"fedcontext leaderboard {'--quick' if quick else '--group all --docs docs'}")
+    given = {"quick": quick, "group": group, "tasks": tasks, "entrants": entrants, "device": device, "docs": docs}
+    page = document(merged, command_line("leaderboard", given))
     results.write_results(merged, path)
     write_text(out_dir / "leaderboard.md", page)
     if docs is not None:

@@ -164,6 +164,16 @@ def distinct(name: str, given: object) -> list[str]:
     return values
 
 
+def command_line(command: str, options: Mapping[str, object]) -> str:
+    """Return the command with the options that were given, as generated pages print it.
+
+    >>> command_line("stress", {"quick": True, "tasks": "mnist", "docs": None})
+    'fedcontext stress --quick --tasks mnist'
+    """
+    given = (flag_of(name) if value is True else f"{flag_of(name)} {value}" for name, value in options.items() if value)
+    return " ".join((f"fedcontext {command}", *given))
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM, which ends a command as an interrupt does."""
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedcontext.cli.options import Jobs, Quiet, distinct, interruptible
+from fedcontext.cli.options import Jobs, Quiet, command_line, distinct, interruptible
 from fedcontext.cli.tables import progress
 from fedcontext.console import print_line
 from fedcontext.errors import FedcontextError
@@ -49,7 +49,8 @@ def stress(
             seeds=SEEDS[:1] if quick else SEEDS,
             progress=lambda title, rounds: progress(title, rounds, quiet),
         )
-    command = "fedcontext stress --quick" if quick else "fedcontext stress --docs docs"
+    given = {"quick": quick, "tasks": tasks, "device": "" if device == "cpu" else device, "docs": docs}
+    command = command_line("stress", given)
     for path in publish(made, folder, command) + (publish(made, docs, command) if docs else []):
         if not quiet:
             print_line(f"written: {path}")
