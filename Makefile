@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint browser docs reproduction bench clean
+.PHONY: demo test lint browser core-check docs reproduction bench clean
 
 demo: .venv/demo.done  ## FedAvg, FedAdam, contextual as printed and the default on two data sets: tables and docs/figures/demo.png
 	$(BIN)/fedcontext compare --dataset synthetic-1-1,synthetic-iid --rounds 60 --seeds 0,1,2 \
@@ -20,6 +20,12 @@ browser:  ## A Chromium for the tests of the report page, where this machine let
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq \
 	  && apt-get install -y -qq --no-install-recommends chromium fonts-liberation >/dev/null; } \
 	  || echo "no Chromium here: the tests that need it are skipped"
+
+core-check:  ## The wheel with the core's own dependencies alone, in an empty environment
+	rm -rf build/core && $(PYTHON) -m venv build/core
+	build/core/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/core/dist .
+	build/core/bin/pip install --quiet --disable-pip-version-check build/core/dist/*.whl
+	cd build/core && bin/fedcontext --version && bin/fedcontext run --rounds 2 --quiet --json && bin/fedcontext recommend
 
 docs: .venv/test.done  ## The documentation site in build/docs
 	$(BIN)/sphinx-build -q -W docs build/docs
