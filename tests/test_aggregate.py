@@ -438,6 +438,18 @@ def test_names_that_are_no_device_are_refused(what):
         fc.aggregate(np.zeros(2), {"a": np.ones(2), "b": np.ones(2)}, rule=fc.mean(), **sent)
 
 
+def test_gradients_without_batch_statistics_are_told_of_buffers():
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    params = module.state_dict()
+    updates = [{name: torch.ones_like(leaf) for name, leaf in params.items()}] * 2
+    gradients = [{name: torch.ones_like(leaf) for name, leaf in module.named_parameters()}] * 2
+    given = {"own_gradients": gradients, "rule": RULE}
+    with pytest.raises(FedcontextError, match=r"lacks leaf '1\.running_mean', .* belong in buffers$"):
+        fc.aggregate(params, updates, **given)
+    result = fc.aggregate(params, updates, **given, buffers=[name for name, _ in module.named_buffers()])
+    assert result.params["1.running_mean"].tolist() == [1, 1]  # the average, whatever the weights
+
+
 def rounds_of_memory(count, size=5):
     """Return the last of some aggregations of random vectors by the rule with memory."""
     random = np.random.default_rng(count)

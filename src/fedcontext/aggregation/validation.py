@@ -24,6 +24,8 @@ from fedcontext.measurement.defences import Defences
 from fedcontext.measurement.geometry import Name, Names, Report, Structures, Vectors
 from fedcontext.rules.base import AnyRule, State, SumRule
 
+NO_GRADIENT = "; leaves without a gradient, such as BatchNorm's running statistics, belong in buffers"
+
 
 def validate(report: Report, base: Leaves, measured: set[str], strict: bool = True) -> Vectors:
     """Return the leaves of a report, each structure checked against the leaves ``base`` of the params.
@@ -59,9 +61,9 @@ def validate(report: Report, base: Leaves, measured: set[str], strict: bool = Tr
         if kind_of(leaf) == "other":
             raise FedcontextError(f"params: {leaf_name(name)} must be real floating point or integer, got {leaf.dtype}")
 
-    def checked(structures: Mapping[str, Structure], needed: set[str]) -> list[Leaves]:
+    def checked(structures: Mapping[str, Structure], needed: set[str], advice: str = "") -> list[Leaves]:
         searched = set(base) - measured if strict else set()
-        return [checked_leaves(owner, structure, base, needed, searched) for owner, structure in structures.items()]
+        return [checked_leaves(owner, each, base, needed, searched, advice) for owner, each in structures.items()]
 
     invalid = None if strict else dict[Name, str]()
     samples, root = _numbers("samples", report.samples, devices, invalid), report.root_gradient
@@ -69,14 +71,14 @@ def validate(report: Report, base: Leaves, measured: set[str], strict: bool = Tr
     return Vectors(
         updates=checked(updates, set(base)),
         samples=np.ones(len(updates)) if samples is None else samples,
-        gradients=checked(gradients, measured),
-        own_gradients=checked(own_gradients, measured),
+        gradients=checked(gradients, measured, NO_GRADIENT),
+        own_gradients=checked(own_gradients, measured, NO_GRADIENT),
         probe_weights=_numbers("probe_weights", report.probe_weights, weighed, invalid),
         pool=checked(named("pool device", report.pool), measured),
-        differences=checked(differences, measured),
+        differences=checked(differences, measured, NO_GRADIENT),
         steps=_numbers("steps", report.steps, devices, invalid, positive=True),
         names=Names(devices, probes, names_of(report.pool, "pool device "), invalid or {}),
-        root_gradient=checked({} if root is None else {"the root gradient": root}, measured),
+        root_gradient=checked({} if root is None else {"the root gradient": root}, measured, NO_GRADIENT),
     )
 
 
@@ -150,10 +152,12 @@ def output_leaves(base: Leaves, updates: Structures, out: Structure) -> Leaves:
     return targets
 
 
-def checked_leaves(owner: str, structure: Structure, base: Leaves, needed: set[str], searched: set[str]) -> Leaves:
+def checked_leaves(
+    owner: str, structure: Structure, base: Leaves, needed: set[str], searched: set[str], advice: str = ""
+) -> Leaves:
     """Return the leaves of a structure if they have the names, shapes and types of those in ``base``.
 
-    It must have the leaves ``needed``; those in ``searched`` must be finite.
+    It must have the leaves ``needed``, else ``advice`` ends the error; those in ``searched`` must be finite.
 
     >>> checked_leaves("device 7", [np.array([np.nan])], {"0": np.zeros(1)}, {"0"}, {"0"})
     Traceback (most recent call last):
@@ -169,7 +173,9 @@ def checked_leaves(owner: str, structure: Structure, base: Leaves, needed: set[s
         lack = ", ".join(leaf_name(name) for name in base if name in missing)
         excess = ", ".join(leaf_name(name) for name in own if name in unknown)
         differences = [f"lacks {lack}"] * bool(lack) + [f"has {excess}, unknown to params"] * bool(excess)
-        raise FedcontextError(f"{owner}: the structure differs from params: it {' and '.join(differences)}")
+        raise FedcontextError(
+            f"{owner}: the structure differs from params: it {' and '.join(differences)}{advice * bool(lack)}"
+        )
     for name, leaf in own.items():
         _check_like(owner, name, leaf, base[name])
         if name in searched:
