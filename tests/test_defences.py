@@ -109,6 +109,14 @@ def test_a_gradient_out_of_proportion_costs_the_device_its_update_too():
     assert result.params[2] == 0
 
 
+def test_of_two_devices_neither_is_left_out_for_its_length():
+    """A liar with a tiny reply must not cost the only other device its round."""
+    updates = {"honest": np.array([1.0, 0.0]), "liar": np.array([0.0, 1e-30])}
+    assert fc.aggregate(np.zeros(2), updates, rule=fc.mean()).excluded == {}
+    three = {"a": np.array([1.0, 0.0]), "b": np.array([1.0, 1.0]), "liar": np.array([0.0, 1e30])}
+    assert list(fc.aggregate(np.zeros(2), three, rule=fc.mean()).excluded) == ["liar"]
+
+
 def test_the_step_of_a_contextual_rule_does_not_feel_the_lengths_of_updates():
     random = np.random.default_rng(0)
     updates, gradient = random.standard_normal((10, 30)), random.standard_normal(30)
@@ -177,7 +185,7 @@ def test_the_preset_of_the_paper_has_no_defences():
 
 
 @pytest.mark.parametrize("name", [each.name for each in fields(fc.Defences)])
-@pytest.mark.parametrize("value", [0.05, -1, float("nan"), float("inf"), True])
+@pytest.mark.parametrize("value", [0.05, -1, float("nan"), float("inf"), True, "x"])
 def test_limits_below_the_median_are_refused(name, value):
     with pytest.raises(FedcontextError, match=f"{name} must be"):
         fc.Defences(**{name: value})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from numbers import Real
 
 import numpy as np
 
@@ -39,7 +40,8 @@ class Defences:
         for each in fields(self):
             value = getattr(self, each.name)
             least = 0.1 if each.name == "max_concavity" else 1
-            if isinstance(value, bool) or not (value == 0 or least <= value < np.inf):
+            number = isinstance(value, Real) and not isinstance(value, bool)
+            if not number or not (value == 0 or least <= value < np.inf):
                 raise FedcontextError(f"{each.name} must be 0 (off) or at least {least}, got {value!r}")
 
 

@@ -1,11 +1,12 @@
-"""Contextual aggregation with memory: a second-order step in four directions that the server holds.
+"""Contextual aggregation with memory: a second-order step in five directions that the server holds.
 
 In every round Q probes send their gradient at the present params and its difference to that at the last round's params.
 From sums over devices alone the server keeps an estimate m of the global gradient (as SARAH does, corrected by fresh
 gradients), an estimate of the curvature, and chooses the step in the span of
 
     d  the mean update (FedAvg's step)          p  d divided by the root mean square of past gradients, entry by entry
-    -m the negative gradient estimate           s  the previous step
+    -m the negative gradient estimate           q  -m divided in the same way
+    s  the previous step
 
 as the minimiser of a quadratic model of the loss. The length of the deviation from d is limited by how well earlier
 deviations lowered the loss (the anchor). Notation: ȳ mean gradient difference, ḡ mean fresh gradient.
@@ -25,7 +26,7 @@ from fedcontext.measurement.sums import Sums, dot
 from fedcontext.rules.base import State, SumRule
 from fedcontext.rules.quadratic import minimise_in_box
 
-MEAN, SCALED, GRADIENT, PREVIOUS = range(4)  # rows of the directions d, p, -m, s
+MEAN, SCALED, PREVIOUS, GRADIENT, SCALED_GRADIENT = range(5)  # rows of the directions d, p, s, -m, q
 TINY = 1e-30  # keeps divisions defined
 ROUNDING = 1e-12  # deviations from d below this share of its length count as none
 
@@ -35,20 +36,21 @@ class MemorySettings:
     """The constants of the rule: the same for all data sets and models. Results depend little on those from damping on."""
 
     decay: float = 0.9  # share of every running quantity that a round keeps
-    floor: float = 0.1  # least gain of the gradient estimate, least trust; 2 x floor is the least share of d in a step
+    floor: float = 0.1  # least gain of the gradient estimate; 2 x floor is the least share of d in a step
+    least_trust: float = 0.15  # lower limit of the trust, which says how far steps can be believed
     reach: float = 3.0  # a step is at most reach x trust x R long, R the larger of ‖d‖ and its running mean
     momentum: float = 0.8  # largest multiple of the previous step
-    anchor: float = 0.3  # first limit of ‖step - d‖ / R
+    anchor: float = 0.6  # first limit of ‖step - d‖ / R
     growth: float = 16.0  # factor by which one round's evidence can move that limit
     trust_growth: float = 4.0  # the same for trust
     stretch: float = 4.0  # a step is at most so many times as long as the last one, or as long as d
     power: float = 1.25  # of the root mean square of past gradients that divides d and shapes the curvature
     damping: float = 0.3  # share of a direction's curvature that a secant update keeps at least
-    smallest: float = 0.01  # added to the root mean square that divides d
+    smallest: float = 0.01  # added to the root mean square that divides d and m
     ridge: float = 1e-4  # relative ridge of the quadratic model
-    largest: float = 20.0  # upper limit of trust and anchor
+    largest: float = 100.0  # upper limit of trust and anchor
     surge: float = 3.0  # d counts as at most so many times as long as its running mean
-    trial: float = 0.1  # limit of ‖step - d‖ / ‖d‖ where the last step was d: nothing is known of deviations yet
+    scaled_gradient: bool = True  # whether q is a direction
 
 
 @dataclass(frozen=True)
@@ -60,16 +62,16 @@ class Memory:
     square: FloatArray  # (n,) v, running sum of mean gᵢ²
     step: FloatArray  # (n,) s, the last step
     deviation: FloatArray  # (n,) δ = s - d of the last round
-    directions: FloatArray  # (4, n) the last round's unit directions
-    slopes: FloatArray  # (4,) m along them
-    hits: FloatArray  # (4,) running Σ slope x fresh slope, relative to ‖m‖²
-    squares: FloatArray  # (4,) running Σ slope², relative to ‖m‖²
+    directions: FloatArray  # (D, n) the last round's unit directions, D = 5, or 4 without q
+    slopes: FloatArray  # (D,) m along them
+    hits: FloatArray  # (D,) running Σ slope x fresh slope, relative to ‖m‖²
+    squares: FloatArray  # (D,) running Σ slope², relative to ‖m‖²
     normal: FloatArray  # (2, 2) normal equations of the curvature fit
     right: FloatArray  # (2,)
     curvature: FloatArray  # (2,) k: the Hessian is modelled as k₁ I + k₂ diag(u)
     length: float  # running mean of ‖d‖
     trust: float = 1.0  # ρ
-    anchor: float = 0.3  # τ
+    anchor: float = 0.6  # τ
 
 
 def contextual_memory(settings: MemorySettings | None = None) -> SumRule:
@@ -116,11 +118,11 @@ def memory_step(
     v = settings.decay * memory.square + sums.square / sums.probes
     u = _metric(v, settings.power)
     scale = 1 / (u + settings.smallest)
-    unit = np.stack([d, d * scale, -m, memory.step])
+    unit = np.stack([d, d * scale, memory.step, -m, *([-m * scale] if settings.scaled_gradient else [])])
     lengths = np.array([_norm(vector) for vector in unit])
     unit /= lengths[:, None]
 
-    trust = _adapted(memory.trust, settings.trust_growth, g, y, memory.step, settings.floor, settings.largest)
+    trust = _adapted(memory.trust, settings.trust_growth, g, y, memory.step, settings.least_trust, settings.largest)
     bend = dot(y, memory.step)  # <y, s>: positive where the loss was convex along the last step
     fit = _curvature_fit(memory, y, u, settings) if bend > 0 else (memory.normal, memory.right, memory.curvature)
     slopes = _along(unit, m)
@@ -128,18 +130,15 @@ def memory_step(
         slopes = _leave_one_out(slopes, sums, prior, gain, scale, unit, lengths)
     hits, squares, factors = _calibration(slopes, g - y, m, error, memory, settings)
     if bend > 0:
-        hessian = _hessian(unit, u, fit[2], y, bend, lengths[PREVIOUS], settings)
+        hessian = _hessian(unit, u, scale, fit[2], y, bend, lengths[PREVIOUS], settings)
         x = _model_minimum(hessian, slopes * factors, lengths, settings)
     else:
-        x = lengths * (np.arange(4) == MEAN)  # no convex model: FedAvg's step
+        x = lengths * (np.arange(len(unit)) == MEAN)  # no convex model: FedAvg's step
     length = settings.decay * memory.length + (1 - settings.decay) * lengths[MEAN]
     reference = max(lengths[MEAN], length)
     limit = min(settings.reach * trust * reference, max(settings.stretch * lengths[PREVIOUS], lengths[MEAN]))
     anchor = _adapted(memory.anchor, settings.growth, g, y, memory.deviation, settings.floor / 2, settings.largest)
-    most = anchor * reference
-    if not memory.deviation.any():
-        most = min(most, settings.trial * lengths[MEAN])
-    deviation = _shortened(_shortened(_combined(x, unit), limit) - d, most)
+    deviation = _shortened(_shortened(_combined(x, unit), limit) - d, anchor * reference)
     if _norm(deviation) <= ROUNDING * reference:
         deviation = np.zeros_like(d)  # rounding errors are no evidence for the anchor
     after = Memory(m, error, v, d + deviation, deviation, unit, slopes, hits, squares, *fit, length, trust, anchor)
@@ -150,7 +149,8 @@ def memory_step(
 def _first_step(sums: Sums, settings: MemorySettings, population: float) -> tuple[FloatArray, Memory, dict[str, Any]]:
     """Return FedAvg's step, and the curvature at which it is the minimiser along d: -<g, d>/‖d‖²."""
     d, g = sums.mean_update, sums.mean_gradient
-    length, unit, slopes = _norm(d), np.zeros((4, len(d))), np.zeros(4)
+    directions = SCALED_GRADIENT + settings.scaled_gradient
+    length, unit, slopes = _norm(d), np.zeros((directions, len(d))), np.zeros(directions)
     unit[MEAN] = d / length
     slopes[MEAN] = dot(g, unit[MEAN])
     implied = max(-dot(g, d), 1e-12 * length * _norm(g)) / length**2
@@ -162,8 +162,8 @@ def _first_step(sums: Sums, settings: MemorySettings, population: float) -> tupl
         deviation=np.zeros_like(d),
         directions=unit,
         slopes=slopes,
-        hits=np.zeros(4),
-        squares=np.zeros(4),
+        hits=np.zeros(directions),
+        squares=np.zeros(directions),
         normal=np.zeros((2, 2)),
         right=np.zeros(2),
         curvature=np.array([implied, 0.0]),
@@ -225,11 +225,19 @@ def _curvature_fit(
 
 
 def _hessian(
-    unit: FloatArray, u: FloatArray, k: FloatArray, y: FloatArray, bend: float, length: float, settings: MemorySettings
+    unit: FloatArray,
+    u: FloatArray,
+    scale: FloatArray,
+    k: FloatArray,
+    y: FloatArray,
+    bend: float,
+    length: float,
+    settings: MemorySettings,
 ) -> FloatArray:
-    """Return (4, 4) the model k₁ I + k₂ diag(u) on the directions, with a damped BFGS update by the last step.
+    """Return (D, D) the model k₁ I + k₂ diag(u) on the directions, with a damped BFGS update by the last step.
 
     The curvature along -m is at least ‖y‖²/<y, s>, for it is usually larger along the gradient than along the step.
+    Along q it is at least that of the same limit in the units in which q is the gradient.
     """
     h = k[0] * _gram(unit, unit) + k[1] * _gram((row * u for row in unit), unit)
     image, own, secant = h[:, PREVIOUS], h[PREVIOUS, PREVIOUS], _along(unit, y) / length
@@ -237,7 +245,9 @@ def _hessian(
         share = (1 - settings.damping) * own / (own - secant[PREVIOUS])
         secant = share * secant + (1 - share) * image
     h = h - np.outer(image, image) / own + np.outer(secant, secant) / secant[PREVIOUS]
-    h[GRADIENT, GRADIENT] = max(h[GRADIENT, GRADIENT], dot(y, y) / bend)
+    for row, metric in enumerate((np.ones_like(u), scale)[: len(unit) - GRADIENT], GRADIENT):
+        least = dot(y * metric, y) / bend * dot(unit[row] / metric, unit[row])
+        h[row, row] = max(h[row, row], least)
     return np.asarray(h)
 
 
@@ -278,17 +288,18 @@ def _calibration(
     before, now = dot(memory.gradient, memory.gradient) + TINY, dot(m, m) + TINY
     hits = settings.decay * memory.hits + memory.slopes * _along(memory.directions, fresh) / before
     squares = settings.decay * memory.squares + memory.slopes**2 / before
-    prior = np.ones(4)
-    prior[GRADIENT] = max(0.0, 1 - error / now)
+    prior = np.ones(len(slopes))
+    prior[GRADIENT:] = max(0.0, 1 - error / now)
     weight = slopes**2 / (2 * now) + TINY
     return hits, squares, np.clip((hits + weight * prior) / (squares + weight), 0.05, 1.5)
 
 
 def _model_minimum(h: FloatArray, slopes: FloatArray, lengths: FloatArray, settings: MemorySettings) -> FloatArray:
-    """Return the x that minimises slopes·x + xᵀHx/2 with x_d >= 0.2 ‖d‖, x_p, x_m >= 0 and -‖s‖ <= x_s <= 0.8 ‖s‖."""
-    low = np.array([2 * settings.floor * lengths[MEAN], 0, 0, -lengths[PREVIOUS]])
-    high = np.array([np.inf, np.inf, np.inf, settings.momentum * lengths[PREVIOUS]])
-    return minimise_in_box(h + settings.ridge * np.trace(h) / 4 * np.eye(4), slopes, low, high)
+    """Return the x that minimises slopes·x + xᵀHx/2 with x_d >= 0.2 ‖d‖, -‖s‖ <= x_s <= 0.8 ‖s‖, and the others >= 0."""
+    low, high = np.zeros(len(h)), np.full(len(h), np.inf)
+    low[MEAN] = 2 * settings.floor * lengths[MEAN]
+    low[PREVIOUS], high[PREVIOUS] = -lengths[PREVIOUS], settings.momentum * lengths[PREVIOUS]
+    return minimise_in_box(h + settings.ridge * np.trace(h) / len(h) * np.eye(len(h)), slopes, low, high)
 
 
 def _along(rows: Iterable[FloatArray], vector: FloatArray) -> FloatArray:
