@@ -37,7 +37,7 @@ def fold(params: np.ndarray, devices: int, differences: bool) -> tuple[fc.Stream
         update, gradient, difference = random.standard_normal((3, SIZE), np.float32)
         start = time.perf_counter()
         folded.add_update(update)
-        folded.add_probe(gradient, difference if differences else None, update)
+        folded.add_probe(gradient, difference if differences else None)
         seconds += time.perf_counter() - start
     return folded, seconds
 
@@ -48,7 +48,7 @@ def warm_up() -> None:
     for _ in range(2):
         folded = fc.StreamedRound(small)
         folded.add_update(small)
-        folded.add_probe(small, None if state is None else small, small)
+        folded.add_probe(small, None if state is None else small)
         state = folded.aggregate(fc.contextual_memory(), state).state
     fc.aggregate(large, [large], rule=fc.mean())
 

@@ -16,13 +16,12 @@ SETTINGS = MemorySettings()
 seeds = st.integers(0, 2**32 - 1)
 
 
-def sums_of(updates, gradients, differences=None, cohort_probes=False):
+def sums_of(updates, gradients, differences=None):
     sums = Sums(updates.shape[1])
     for update in updates:
         sums.add_update(update)
     for row, gradient in enumerate(gradients):
-        own = updates[row] if cohort_probes else None
-        sums.add_probe(gradient, None if differences is None else differences[row], own)
+        sums.add_probe(gradient, None if differences is None else differences[row])
     return sums
 
 
@@ -47,7 +46,7 @@ def test_no_input_makes_a_step_longer_than_its_limits(seed, cohort_probes):
         if memory is not None and memory.length > 2e-30:
             d = d * min(1, 3 * memory.length / max(np.linalg.norm(d), 1e-300))
         length = np.linalg.norm(d)
-        step, memory, info = memory_step(sums_of(updates, gradients, differences, cohort_probes), memory, SETTINGS, 9)
+        step, memory, info = memory_step(sums_of(updates, gradients, differences), memory, SETTINGS, 9)
         assert np.isfinite(step).all()
         if before is None:
             assert (step == d).all()
@@ -128,7 +127,7 @@ def steps_of(seed, cohort_probes=False, w_scale=1.0, f_scale=1.0, change=lambda 
     for updates, gradients, differences in arbitrary_rounds(seed, 6, cohort_probes):
         parts = change(updates) * w_scale, change(gradients) * f_scale / w_scale
         other = None if differences is None else change(differences) * f_scale / w_scale
-        step, memory, _ = memory_step(sums_of(*parts, other, cohort_probes), memory, SETTINGS, 9)
+        step, memory, _ = memory_step(sums_of(*parts, other), memory, SETTINGS, 9)
         steps.append(step)
     return np.array(steps)
 

@@ -29,13 +29,12 @@ PUBLISHED = MemorySettings(  # the prototype's directions and constants
 )
 
 
-def summed(updates, gradients, differences, cohort_probes=False):
+def summed(updates, gradients, differences):
     sums = Sums(updates.shape[1])
     for update in updates:
         sums.add_update(update)
     for row, gradient in enumerate(gradients):
-        own = updates[row] if cohort_probes else None
-        sums.add_probe(gradient, None if differences is None else differences[row], own)
+        sums.add_probe(gradient, None if differences is None else differences[row])
     return sums
 
 
@@ -78,27 +77,26 @@ def test_every_step_equals_the_prototypes(seed, probes, indefinite):
         asked, updates, gradients, differences = problem.round(w, last, probes=probes)
         gradients = noisy(problem.random, gradients, 0.1)
         differences = None if differences is None else noisy(problem.random, differences, 0.3)
-        cohort = probes == "cohort"
-        sums = summed(updates, gradients, differences, cohort)
+        sums = summed(updates, gradients, differences)
         mine, ours, _ = memory_step(sums, ours, PUBLISHED, population=40)
         if theirs is not None:
             theirs = {**theirs, "r": {}, "r_sum": np.zeros(60)}  # without offsets, as we ship it
             if "delta" in theirs and np.linalg.norm(theirs["delta"]) < 1e-12 * theirs["nd"]:
                 theirs["delta"] = np.zeros(60)  # the prototype takes rounding errors for evidence
-        s, theirs = unified.unified_step(theirs, asked.tolist(), updates, gradients, differences, s, 40, cohort)
+        s, theirs = unified.unified_step(theirs, asked.tolist(), updates, gradients, differences, s, 40, False)
         np.testing.assert_allclose(mine, s, rtol=1e-6, atol=1e-9 * np.linalg.norm(s))
         last, w = w, w + s
 
 
 @pytest.mark.parametrize(
-    ("probes", "lengths"), [("cohort", (3.30984, 0.944102, 0.142786)), (20, (3.30984, 0.735624, 0.234463))]
+    ("probes", "lengths"), [("cohort", (3.30984, 1.028595, 0.127749)), (20, (3.30984, 0.735624, 0.234463))]
 )
 def test_the_steps_with_the_shipped_constants_stay_as_they_are(probes, lengths):
     """Lengths of steps 1, 4 and 7 on ``Quadratic(7)``, noted when the constants were chosen."""
     problem, w, last, memory, steps = Quadratic(7), np.zeros(60), None, None, []
     for _ in range(7):
         _, updates, gradients, differences = problem.round(w, last, probes=probes)
-        sums = summed(updates, gradients, differences, probes == "cohort")
+        sums = summed(updates, gradients, differences)
         step, memory, _ = memory_step(sums, memory, MemorySettings(), population=40)
         last, w = w, w + step
         steps.append(float(np.linalg.norm(step)))
@@ -113,8 +111,8 @@ def test_several_aggregators_take_the_step_of_one(seed, parts):
         _, updates, gradients, differences = problem.round(w, last, cohort=8, probes="cohort")
         total = Sums(12)
         for rows in np.array_split(np.arange(8), parts):
-            total = total + summed(updates[rows], gradients[rows], None if last is None else differences[rows], True)
-        whole = summed(updates, gradients, differences, cohort_probes=True)
+            total = total + summed(updates[rows], gradients[rows], None if last is None else differences[rows])
+        whole = summed(updates, gradients, differences)
         ours, _, _ = memory_step(total, memory, MemorySettings(), 20)
         step, memory, _ = memory_step(whole, memory, MemorySettings(), 20)
         np.testing.assert_allclose(ours, step, rtol=1e-7, atol=1e-12)
@@ -142,9 +140,7 @@ def test_it_is_faster_than_averaging_on_a_badly_scaled_quadratic(probes):
         problem, w, last, memory = Quadratic(0), np.zeros(60), None, None
         for _ in range(40):
             _, updates, gradients, differences = problem.round(w, last, probes=probes)
-            step, memory, _ = memory_step(
-                summed(updates, gradients, differences, probes == "cohort"), memory, MemorySettings(), 40
-            )
+            step, memory, _ = memory_step(summed(updates, gradients, differences), memory, MemorySettings(), 40)
             last, w = w, w + (step if rule == "memory" else updates.mean(axis=0))
         losses[rule] = problem.loss(w) - problem.loss(problem.centre.mean(axis=0))
     assert losses["memory"] < 0.2 * losses["mean"]

@@ -23,7 +23,7 @@ def fold(rounds, random, size, number):
     """Fold one device into a round that is not the first one if ``number`` is above 0, as the cohort that probes."""
     update, gradient, difference = (device(random, size) for _ in range(3))
     rounds.add_update(update)
-    rounds.add_probe(gradient, difference if number else None, update)
+    rounds.add_probe(gradient, difference if number else None)
     return update, gradient, difference
 
 

@@ -56,14 +56,14 @@ def coding_for(bits: int | str, memory: bool, cohort_probes: bool, sketch: int =
 def bits_for(bits: int | str, memory: bool, cohort_probes: bool) -> tuple[int, int]:
     """Return the bits an entry of gradients and of differences, which get half of the gradients' bits.
 
-    "auto" is exact vectors for every rule but the one with memory, for which 4 bits where the cohort probes and 2 bits where
+    "auto" is exact vectors for every rule but the one with memory, for which 3 bits where the cohort probes and 2 bits where
     other devices do cost about the same.
 
     >>> bits_for("auto", memory=True, cohort_probes=False)
     (2, 1)
     """
     if bits == "auto":
-        bits = (4 if cohort_probes else 2) if memory else IDENTITY.bits
+        bits = (3 if cohort_probes else 2) if memory else IDENTITY.bits
     number = int(bits)
     return number, number if number == IDENTITY.bits else max(1, number // 2)
 

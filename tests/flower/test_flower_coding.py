@@ -60,7 +60,7 @@ class Watching:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "fraction", "bits", "probes"), [(4, 1.0, (4, 2), 4), (30, 0.2, (2, 1), 20), (8, 0.5, (2, 1), 8)]
+    ("nodes", "fraction", "bits", "probes"), [(4, 1.0, (3, 1), 4), (30, 0.2, (2, 1), 20), (8, 0.5, (2, 1), 8)]
 )
 def test_by_default_few_bits_travel_and_previous_params_go_to_probes_from_the_second_round(
     nodes: int, fraction: float, bits: tuple[int, int], probes: int
@@ -132,8 +132,8 @@ def test_a_lost_round_keeps_the_previous_params(tmp_path: Path) -> None:
 
 
 FAULTS = {
-    "too short": (lambda c: c.update({GRADIENT: coded(b"???")}), "gradient: 400 entries at 4 bits are encoded in"),
-    "not a code": (lambda c: c.update({GRADIENT: record_of({"w": START["w"]})}), "gradient: expected a code of 4 bits"),
+    "too short": (lambda c: c.update({GRADIENT: coded(b"???")}), "gradient: 400 entries at 3 bits are encoded in"),
+    "not a code": (lambda c: c.update({GRADIENT: record_of({"w": START["w"]})}), "gradient: expected a code of 3 bits"),
     "unknown leaf": (lambda c: c.update({LEAVES: ConfigRecord({"names": ["x"]})}), "gradient: its leaves must be"),
     "integer leaf": (lambda c: c.update({LEAVES: ConfigRecord({"names": ["w", "steps"]})}), "gradient: its leaves"),
     "leaf twice": (lambda c: c.update({LEAVES: ConfigRecord({"names": ["w", "w"]})}), "gradient: its leaves must be"),

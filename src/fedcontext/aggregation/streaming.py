@@ -61,22 +61,10 @@ class StreamedRound:
         """Fold in one device's update; if it cannot be used, an error names it and the sums are as before."""
         self.sums.add_update(self._vector(update, name))
 
-    def add_probe(
-        self,
-        gradient: Structure,
-        difference: Structure | None = None,
-        update: Structure | None = None,
-        name: object = "probe",
-    ) -> None:
-        """Fold in one probe's gradient, its difference to the last round's, and ``update`` if the cohort itself probes.
-
-        An update that is given here is not added to the updates: call `add_update` too.
-        """
-        own, change, trained = (
-            None if each is None else self._vector(each, name) for each in (gradient, difference, update)
-        )
-        assert own is not None
-        self.sums.add_probe(own, change, trained)
+    def add_probe(self, gradient: Structure, difference: Structure | None = None, name: object = "probe") -> None:
+        """Fold in one probe's gradient and its difference to the last round's."""
+        own, change = self._vector(gradient, name), None if difference is None else self._vector(difference, name)
+        self.sums.add_probe(own, change)
         self.differences += difference is not None
 
     def __add__(self, other: StreamedRound) -> StreamedRound:

@@ -34,7 +34,6 @@ class Sums:
     gradient: FloatArray = field(init=False)  # (n,) Σ gᵢ, gᵢ = ∇Fᵢ(w_t)
     difference: FloatArray = field(init=False)  # (n,) Σ yᵢ, yᵢ = ∇Fᵢ(w_t) - ∇Fᵢ(w_{t-1})
     square: FloatArray = field(init=False)  # (n,) Σ gᵢ²
-    product: FloatArray | None = None  # (n,) Σ gₖ Δₖ, where the cohort itself probes
     gradient_norms: float = 0.0  # Σ ‖gᵢ‖²
     difference_norms: float = 0.0  # Σ ‖yᵢ‖²
     distortions: tuple[float, float] = (0.0, 0.0)  # shares of ‖gᵢ‖² and ‖yᵢ‖² that are noise of a code
@@ -48,19 +47,14 @@ class Sums:
         self.update += update
         self.devices += 1
 
-    def add_probe(
-        self, gradient: FloatArray, difference: FloatArray | None = None, update: FloatArray | None = None
-    ) -> None:
-        """Fold in one probe's gradient and its difference to the last round's; ``update`` if the probe also trained."""
+    def add_probe(self, gradient: FloatArray, difference: FloatArray | None = None) -> None:
+        """Fold in one probe's gradient and its difference to the last round's."""
         self.gradient += gradient
         self.square += gradient * gradient
         self.gradient_norms += dot(gradient, gradient)
         if difference is not None:
             self.difference += difference
             self.difference_norms += dot(difference, difference)
-        if update is not None:
-            self.product = np.zeros(self.size) if self.product is None else self.product
-            self.product += gradient * update
         self.probes += 1
 
     def __add__(self, other: Sums) -> Sums:
@@ -70,15 +64,13 @@ class Sums:
         total = Sums(self.size, self.devices + other.devices, self.probes + other.probes, distortions=self.distortions)
         for name in ("update", "gradient", "difference", "square", "gradient_norms", "difference_norms"):
             setattr(total, name, getattr(self, name) + getattr(other, name))
-        products = [each.product for each in (self, other) if each.product is not None]
-        total.product = np.sum(products, axis=0) if products else None
         return total
 
     @property
     def finite(self) -> bool:
         """Whether every sum is finite."""
-        parts = (self.update, self.square, self.difference, self.product, self.difference_norms)
-        return all(part is None or bool(np.isfinite(part).all()) for part in parts)
+        parts = (self.update, self.square, self.difference, self.difference_norms)
+        return all(bool(np.isfinite(part).all()) for part in parts)
 
     @property
     def mean_update(self) -> FloatArray:
@@ -139,8 +131,7 @@ def sums_of(
             total.add_update(_scaled(vectors.updates[row], names, updates[row]))
         for row in np.flatnonzero(screened.probes):
             change = _scaled(vectors.differences[row], names, differences[row]) if vectors.differences else None
-            own = None if vectors.gradients else _scaled(vectors.updates[row], names, updates[row])
-            total.add_probe(_scaled(vectors.probes[row], names, gradients[row]), change, own)
+            total.add_probe(_scaled(vectors.probes[row], names, gradients[row]), change)
     return total
 
 

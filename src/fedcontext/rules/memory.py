@@ -113,8 +113,7 @@ def memory_step(
         return _first_step(sums, settings, population)
     g, y = sums.mean_gradient, sums.mean_difference
     d = _no_surge(sums.mean_update, memory.length, settings.surge)
-    prior = memory.gradient + y
-    m, error, gain = _gradient_estimate(sums, prior, memory, population, settings)
+    m, error = _gradient_estimate(sums, memory.gradient + y, memory, population, settings)
     v = settings.decay * memory.square + sums.square / sums.probes
     u = _metric(v, settings.power)
     scale = 1 / (u + settings.smallest)
@@ -126,8 +125,6 @@ def memory_step(
     bend = dot(y, memory.step)  # <y, s>: positive where the loss was convex along the last step
     fit = _curvature_fit(memory, y, u, settings) if bend > 0 else (memory.normal, memory.right, memory.curvature)
     slopes = _along(unit, m)
-    if sums.product is not None:
-        slopes = _leave_one_out(slopes, sums, prior, gain, scale, unit, lengths)
     hits, squares, factors = _calibration(slopes, g - y, m, error, memory, settings)
     if bend > 0:
         hessian = _hessian(unit, u, scale, fit[2], y, bend, lengths[PREVIOUS], settings)
@@ -182,16 +179,16 @@ def _metric(v: FloatArray, power: float) -> FloatArray:
 
 def _gradient_estimate(
     sums: Sums, prior: FloatArray, memory: Memory, population: float, settings: MemorySettings
-) -> tuple[FloatArray, float, float]:
-    """Return m, its expected squared error and the gain a of the correction: m = (m' + ȳ) + a (ḡ - m' - ȳ).
+) -> tuple[FloatArray, float]:
+    """Return m = (m' + ȳ) + a (ḡ - m' - ȳ), and its expected squared error.
 
-    The prior m' + ȳ errs by P' + Var(ȳ), the fresh mean ḡ by Var(ḡ); the gain weighs the two as a Kalman filter does.
+    The prior m' + ȳ errs by P' + Var(ȳ), the fresh mean ḡ by Var(ḡ); the gain a weighs the two as a Kalman filter does.
     """
     drift = memory.error + sums.difference_error(population)
     noise = sums.gradient_error(population)
     gain = float(np.clip(drift / (drift + noise + TINY), settings.floor, 1))
     m = prior + gain * (sums.mean_gradient - prior)
-    return m, (1 - gain) ** 2 * drift + gain**2 * noise, gain
+    return m, (1 - gain) ** 2 * drift + gain**2 * noise
 
 
 def _adapted(
@@ -249,32 +246,6 @@ def _hessian(
         least = dot(y * metric, y) / bend * dot(unit[row] / metric, unit[row])
         h[row, row] = max(h[row, row], least)
     return np.asarray(h)
-
-
-def _leave_one_out(
-    slopes: FloatArray,
-    sums: Sums,
-    prior: FloatArray,
-    gain: float,
-    scale: FloatArray,
-    unit: FloatArray,
-    lengths: FloatArray,
-) -> FloatArray:
-    """Return the slopes with half of those along d and p replaced by leave-one-out estimates.
-
-    Where the cohort probes, m contains the gradients of the very devices whose updates form d; leaving each device's own
-    gradient out of its own slope removes that bias.
-    """
-    assert sums.product is not None
-    q, fresh = sums.probes, sums.mean_gradient - prior
-    own = sums.product / q  # becomes the mean of (gₖ - prior) Δₖ; in place, for it is as long as the model
-    own -= prior * sums.mean_update
-    own *= lengths[MEAN] / _norm(sums.mean_update)  # where d was shortened
-    result = slopes.copy()
-    for row, total in ((MEAN, own.sum()), (SCALED, dot(own, scale))):
-        left_out = (q * dot(unit[row], fresh) - total / lengths[row]) / max(q - 1, 1)
-        result[row] = 0.5 * slopes[row] + 0.5 * (dot(unit[row], prior) + gain * left_out)
-    return result
 
 
 def _calibration(
