@@ -50,6 +50,7 @@ class MemorySettings:
     ridge: float = 1e-4  # relative ridge of the quadratic model
     largest: float = 100.0  # upper limit of trust and anchor
     surge: float = 3.0  # d counts as at most so many times as long as its running mean
+    trial: float = 0.3  # limit of ‖step - d‖ / ‖d‖ where the last step was d: nothing is known of deviations yet
     scaled_gradient: bool = True  # whether q is a direction
 
 
@@ -135,7 +136,10 @@ def memory_step(
     reference = max(lengths[MEAN], length)
     limit = min(settings.reach * trust * reference, max(settings.stretch * lengths[PREVIOUS], lengths[MEAN]))
     anchor = _adapted(memory.anchor, settings.growth, g, y, memory.deviation, settings.floor / 2, settings.largest)
-    deviation = _shortened(_shortened(_combined(x, unit), limit) - d, anchor * reference)
+    most = anchor * reference
+    if not memory.deviation.any():
+        most = min(most, settings.trial * lengths[MEAN])
+    deviation = _shortened(_shortened(_combined(x, unit), limit) - d, most)
     if _norm(deviation) <= ROUNDING * reference:
         deviation = np.zeros_like(d)  # rounding errors are no evidence for the anchor
     after = Memory(m, error, v, d + deviation, deviation, unit, slopes, hits, squares, *fit, length, trust, anchor)
