@@ -34,7 +34,8 @@ def described(default: Any, about: str) -> Any:
 class RoundRecord:
     """The metrics of one round; None where a metric was not evaluated or is not defined.
 
-    A field added here is read back, exported and tracked.
+    A field ``x: float | None`` added here is filled in `round_record`, and is then read back, exported and tracked; charts of the
+    report are made in `fedcontext.report.curves`.
     """
 
     number: int = field(metadata={"about": "the round, from 1"})

@@ -1,15 +1,16 @@
 """Contextual aggregation with memory: a second-order step in five directions that the server holds.
 
-In every round Q probes send their gradient at the present params and its difference to that at the last round's params.
+In every round Q probes send their gradient at the present params, and that minus their gradient at the last round's.
 From sums over devices alone the server keeps an estimate m of the global gradient (as SARAH does, corrected by fresh
 gradients), an estimate of the curvature, and chooses the step in the span of
 
-    d  the mean update (FedAvg's step)          p  d divided by the root mean square of past gradients, entry by entry
-    -m the negative gradient estimate           q  -m divided in the same way
+    d  the mean update (FedAvg's step)          p  d preconditioned: divided, entry by entry, by u + 0.01
+    -m the negative gradient estimate           q  -m preconditioned
     s  the previous step
 
 as the minimiser of a quadratic model of the loss. The length of the deviation from d is limited by how well earlier
-deviations lowered the loss (the anchor). Notation: ȳ mean gradient difference, ḡ mean fresh gradient.
+deviations lowered the loss (the anchor). Notation: ȳ mean gradient difference, ḡ mean fresh gradient, u a power of the
+root mean square of the gradients so far, relative to its mean.
 """
 
 from __future__ import annotations
@@ -36,14 +37,16 @@ class MemorySettings:
     """The constants of the rule: the same for all data sets and models. Results depend little on those from damping on."""
 
     decay: float = 0.9  # share of every running quantity that a round keeps
-    floor: float = 0.1  # least gain of the gradient estimate; 2 x floor is the least share of d in a step
+    floor: float = (
+        0.1  # least gain of the gradient estimate; twice it is the least coefficient of d, half of it the least anchor
+    )
     least_trust: float = 0.15  # lower limit of the trust, which says how far steps can be believed
-    reach: float = 3.0  # a step is at most reach x trust x R long, R the larger of ‖d‖ and its running mean
+    reach: float = 3.0  # the model's minimiser is cut to reach x trust x R, R the larger of ‖d‖ and its running mean
     momentum: float = 0.8  # largest multiple of the previous step
     anchor: float = 0.6  # first limit of ‖step - d‖ / R
     growth: float = 16.0  # factor by which one round's evidence can move that limit
     trust_growth: float = 4.0  # the same for trust
-    stretch: float = 4.0  # a step is at most so many times as long as the last one, or as long as d
+    stretch: float = 4.0  # and to so many times the length of the last step, or to that of d if it is longer
     power: float = 1.25  # of the root mean square of past gradients that divides d and shapes the curvature
     damping: float = 0.3  # share of a direction's curvature that a secant update keeps at least
     smallest: float = 0.01  # added to the root mean square that divides d and m
@@ -60,7 +63,7 @@ class Memory:
 
     gradient: FloatArray  # (n,) m, the estimate of ∇f(w_t)
     error: float  # P, the expected ‖m - ∇f‖²
-    square: FloatArray  # (n,) v, running sum of mean gᵢ²
+    square: FloatArray  # (n,) v, decayed sum of the probes' mean gᵢ²
     step: FloatArray  # (n,) s, the last step
     deviation: FloatArray  # (n,) δ = s - d of the last round
     directions: FloatArray  # (D, n) the last round's unit directions, D = 5, or 4 without q
@@ -238,7 +241,7 @@ def _hessian(
     """Return (D, D) the model k₁ I + k₂ diag(u) on the directions, with a damped BFGS update by the last step.
 
     The curvature along -m is at least ‖y‖²/<y, s>, for it is usually larger along the gradient than along the step.
-    Along q it is at least that of the same limit in the units in which q is the gradient.
+    Along q the same limit holds after a change of variables by √scale, in which q is the negative gradient.
     """
     h = k[0] * _gram(unit, unit) + k[1] * _gram((row * u for row in unit), unit)
     image, own, secant = h[:, PREVIOUS], h[PREVIOUS, PREVIOUS], _along(unit, y) / length
@@ -293,7 +296,7 @@ def _combined(coefficients: FloatArray, rows: FloatArray) -> FloatArray:
 
 
 def _no_surge(d: FloatArray, mean: float, surge: float) -> FloatArray:
-    """Return d, shortened where most of a cohort may lie: in honest runs ‖d‖ stays below twice its running mean."""
+    """Return d, cut to ``surge`` running mean lengths in case most of a cohort lies: honest runs stay below two."""
     known = mean > 2 * TINY  # not where every update was zero so far
     return _shortened(d, surge * mean) if known else d
 
