@@ -463,7 +463,7 @@ def rounds_of_memory(count, size=5):
     return result
 
 
-FOREIGN = [3, "text", [1, 2], (1,), {}, {"momentum": np.zeros(5)}, np.zeros(5)]
+FOREIGN = [3, "text", [1, 2], (1,), {}, {"momentum": np.zeros(5)}, {"step": np.zeros(5)}, np.zeros(5)]
 
 
 @pytest.mark.parametrize("state", FOREIGN, ids=lambda state: type(state).__name__)
@@ -475,6 +475,13 @@ def test_a_state_that_the_rule_did_not_return_is_refused(state):
     streamed.add_probe(*vectors)
     with pytest.raises(FedcontextError, match="state must be that of the last result of rule 'contextual memory'"):
         streamed.aggregate(rule, state)
+
+
+def test_a_state_with_other_directions_is_refused():
+    vectors, state = [np.ones(5), np.arange(5.0)], rounds_of_memory(2, size=5).state
+    other = fc.contextual_memory(fc.MemorySettings(scaled_gradient=False))
+    with pytest.raises(FedcontextError, match="has 5 directions, expected 4: it is of other settings"):
+        fc.aggregate(np.zeros(5), vectors, gradients=vectors, differences=vectors, rule=other, state=state)
 
 
 def test_a_state_of_a_model_of_another_size_is_refused():

@@ -54,13 +54,13 @@ def coding_for(bits: int | str, memory: bool, cohort_probes: bool, sketch: int =
 
 
 def bits_for(bits: int | str, memory: bool, cohort_probes: bool) -> tuple[int, int]:
-    """Return the bits an entry of gradients and of differences, which get half of the gradients' bits.
+    """Return the bits an entry of gradients and of differences, which get half of the gradients' bits, rounded down, at least 1.
 
-    "auto" is exact vectors for every rule but the one with memory, for which 3 bits where the cohort probes and 2 bits where
-    other devices do cost about the same.
+    "auto" is exact vectors for every rule but the one with memory, for which it is 3 bits where the cohort probes and 2 bits
+    where other devices do, which are more.
 
-    >>> bits_for("auto", memory=True, cohort_probes=False)
-    (2, 1)
+    >>> bits_for("auto", memory=True, cohort_probes=False), bits_for("auto", memory=True, cohort_probes=True)
+    ((2, 1), (3, 1))
     """
     if bits == "auto":
         bits = (3 if cohort_probes else 2) if memory else IDENTITY.bits

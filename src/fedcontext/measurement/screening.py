@@ -16,7 +16,7 @@ from fedcontext.arrays.tree import SCRATCH, BoolArray, FloatArray, Leaves, all_f
 from fedcontext.measurement.defences import OFF, Defences, NoneUsable, capped, lower_median
 from fedcontext.measurement.geometry import Geometry, Name, Products, Vectors, norms_of, shares
 
-MAJORITY = 3  # vectors from which on one can be an outlier
+FEWEST = 3  # vectors that are not zero among which one can be an outlier
 NEGLIGIBLE = 1e-3  # a vector of a smaller share of the median length is named: it looks wrong
 
 
@@ -70,7 +70,7 @@ class SentVectors:
     @property
     def outliers(self) -> dict[Name, str]:
         """Whose vector is an outlier among at least three: of two, nobody knows which is wrong."""
-        if np.count_nonzero(self.norms > 0) < MAJORITY:
+        if np.count_nonzero(self.norms > 0) < FEWEST:
             return {}
         return {
             name: f"{self.kind}: its norm is {share:.3g} times the median, more than {self.outlier:g}"

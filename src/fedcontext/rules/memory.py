@@ -34,13 +34,13 @@ ROUNDING = 1e-12  # deviations from d below this share of its length count as no
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """The constants of the rule: the same for all data sets and models. Results depend little on those from damping on."""
+    """The constants of the rule: the same for all data sets and models."""
 
     decay: float = 0.9  # share of every running quantity that a round keeps
     floor: float = (
         0.1  # least gain of the gradient estimate; twice it is the least coefficient of d, half of it the least anchor
     )
-    least_trust: float = 0.15  # lower limit of the trust, which says how far steps can be believed
+    least_trust: float = 0.15  # lower limit of the trust, the factor of the longest step
     reach: float = 3.0  # the model's minimiser is cut to reach x trust x R, R the larger of ‖d‖ and its running mean
     momentum: float = 0.8  # largest multiple of the previous step
     anchor: float = 0.6  # first limit of ‖step - d‖ / R
@@ -74,8 +74,8 @@ class Memory:
     right: FloatArray  # (2,)
     curvature: FloatArray  # (2,) k: the Hessian is modelled as k₁ I + k₂ diag(u)
     length: float  # running mean of ‖d‖
-    trust: float = 1.0  # ρ
-    anchor: float = 0.6  # τ
+    trust: float  # ρ
+    anchor: float  # τ
 
 
 def contextual_memory(settings: MemorySettings | None = None) -> SumRule:
@@ -89,11 +89,7 @@ def contextual_memory(settings: MemorySettings | None = None) -> SumRule:
     chosen = MemorySettings() if settings is None else settings
 
     def step(sums: Sums, state: State, population: int | None) -> tuple[FloatArray, State, dict[str, Any]]:
-        memory = None if state is None else Memory(**state)
-        if memory is not None and memory.step.size != sums.size:
-            raise FedcontextError(
-                f"the state of rule 'contextual memory' is of a model with {memory.step.size} parameters, got {sums.size}"
-            )
+        memory = None if state is None else _memory_of(state, sums.size, chosen)
         vector, after, info = memory_step(sums, memory, chosen, np.inf if population is None else population)
         return vector, vars(after), info
 
@@ -101,6 +97,29 @@ def contextual_memory(settings: MemorySettings | None = None) -> SumRule:
         return None if state is None else state["step"]
 
     return SumRule("contextual memory", step, frozenset({"gradient", "differences"}), last_step=last_step)
+
+
+def _memory_of(state: State, size: int, settings: MemorySettings) -> Memory:
+    """Return the memory that a state holds, after checking that it is of this model and of these settings."""
+    try:
+        memory = Memory(**state)
+    except TypeError:
+        raise FedcontextError("state must be that of the last result of rule 'contextual memory'") from None
+    if memory.step.size != size:
+        raise FedcontextError(
+            f"the state of rule 'contextual memory' is of a model with {memory.step.size} parameters, got {size}"
+        )
+    if len(memory.directions) != _count(settings):
+        raise FedcontextError(
+            f"the state of rule 'contextual memory' has {len(memory.directions)} directions, expected {_count(settings)}: "
+            "it is of other settings or of an earlier version; start anew"
+        )
+    return memory
+
+
+def _count(settings: MemorySettings) -> int:
+    """Return the number of directions."""
+    return SCALED_GRADIENT + bool(settings.scaled_gradient)
 
 
 def memory_step(
@@ -153,7 +172,7 @@ def memory_step(
 def _first_step(sums: Sums, settings: MemorySettings, population: float) -> tuple[FloatArray, Memory, dict[str, Any]]:
     """Return FedAvg's step, and the curvature at which it is the minimiser along d: -<g, d>/‖d‖²."""
     d, g = sums.mean_update, sums.mean_gradient
-    directions = SCALED_GRADIENT + settings.scaled_gradient
+    directions = _count(settings)
     length, unit, slopes = _norm(d), np.zeros((directions, len(d))), np.zeros(directions)
     unit[MEAN] = d / length
     slopes[MEAN] = dot(g, unit[MEAN])
@@ -241,7 +260,7 @@ def _hessian(
     """Return (D, D) the model k₁ I + k₂ diag(u) on the directions, with a damped BFGS update by the last step.
 
     The curvature along -m is at least ‖y‖²/<y, s>, for it is usually larger along the gradient than along the step.
-    Along q the same limit holds after a change of variables by √scale, in which q is the negative gradient.
+    Along q the same limit holds in the variables w / √scale, in which q is the negative gradient.
     """
     h = k[0] * _gram(unit, unit) + k[1] * _gram((row * u for row in unit), unit)
     image, own, secant = h[:, PREVIOUS], h[PREVIOUS, PREVIOUS], _along(unit, y) / length
@@ -249,9 +268,11 @@ def _hessian(
         share = (1 - settings.damping) * own / (own - secant[PREVIOUS])
         secant = share * secant + (1 - share) * image
     h = h - np.outer(image, image) / own + np.outer(secant, secant) / secant[PREVIOUS]
-    for row, metric in enumerate((np.ones_like(u), scale)[: len(unit) - GRADIENT], GRADIENT):
-        least = dot(y * metric, y) / bend * dot(unit[row] / metric, unit[row])
-        h[row, row] = max(h[row, row], least)
+    h[GRADIENT, GRADIENT] = max(h[GRADIENT, GRADIENT], dot(y, y) / bend)
+    if len(unit) > SCALED_GRADIENT:
+        q = unit[SCALED_GRADIENT]
+        least = dot(y * scale, y) / bend * dot(q / scale, q)
+        h[SCALED_GRADIENT, SCALED_GRADIENT] = max(h[SCALED_GRADIENT, SCALED_GRADIENT], least)
     return np.asarray(h)
 
 
