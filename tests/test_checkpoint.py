@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 import fedcontext as fc
 from fedcontext import checkpoint, runner
 from fedcontext.arrays.tree import leaves, to_numpy
+from fedcontext.datasets import FederatedData, federate
 from fedcontext.files import storage
 from fedcontext.files.model_file import save_params
 
@@ -189,8 +190,8 @@ def test_a_simulation_is_not_run_while_another_process_runs_it(tmp_path: Path, r
 EXPERIMENT = fc.Experiment(rounds=6, epochs=(1, 2), eval_every=2)
 
 
-def files(path: Path) -> tuple[list[fc.RoundRecord], bytes]:
-    return fc.read_run(path / f"{EXPERIMENT.name}.jsonl")[1], (path / f"{EXPERIMENT.name}.safetensors").read_bytes()
+def files(path: Path, experiment: fc.Experiment = EXPERIMENT) -> tuple[list[fc.RoundRecord], bytes]:
+    return fc.read_run(path / f"{experiment.name}.jsonl")[1], (path / f"{experiment.name}.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("stop", range(1, 6))
@@ -231,21 +232,23 @@ def test_a_finished_simulation_is_not_run_again(tmp_path: Path, monkeypatch: pyt
     assert runner.run(EXPERIMENT, tmp_path, resume=True) == first
 
 
+@pytest.mark.parametrize("eval_every", [1, 2, 4])  # 4: the shorter run evaluates a round that the longer one does not
 @pytest.mark.parametrize("stop", [3, 4])
-def test_more_rounds_continue_after_those_of_a_shorter_run(tmp_path: Path, stop: int) -> None:
+def test_more_rounds_continue_after_those_of_a_shorter_run(tmp_path: Path, stop: int, eval_every: int) -> None:
     class Killed(BaseException): ...
 
     def kill(experiment: fc.Experiment, record: fc.RoundRecord) -> None:
         if record.number == stop:
             raise Killed
 
-    runner.run(EXPERIMENT, tmp_path / "whole", resume=True)
-    short = replace(EXPERIMENT, rounds=2)
+    long = replace(EXPERIMENT, eval_every=eval_every)
+    runner.run(long, tmp_path / "whole", resume=True)
+    short = replace(long, rounds=2)
     first = runner.run(short, tmp_path / "cut", resume=True)
     for on_round in (kill, lambda *_: None):  # also where it is killed before and after its own first checkpoint
         with suppress(Killed):
-            runner.run(EXPERIMENT, tmp_path / "cut", on_round, resume=True)
-    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+            runner.run(long, tmp_path / "cut", on_round, resume=True)
+    assert files(tmp_path / "cut", long) == files(tmp_path / "whole", long)
     assert fc.read_run(tmp_path / "cut" / f"{short.name}.jsonl")[1] == first
 
 
@@ -276,6 +279,40 @@ def test_records_without_a_checkpoint_are_named_where_a_run_starts_again(tmp_pat
     (line,) = caplog.messages
     assert line.startswith(f"{tmp_path / short.name}.jsonl has no checkpoint")
     assert line.endswith("starting at round 1")
+
+
+def own_data(label: int) -> FederatedData:
+    labels = np.arange(20) % 2
+    labels[0] = label
+    return federate(np.eye(20), labels, [np.arange(10), np.arange(10, 20)], name="mine")
+
+
+@pytest.mark.parametrize("reason", ["data digest", "not a fedcontext checkpoint", "is already running", "it evaluated"])
+def test_a_shorter_run_of_no_use_is_named_and_not_continued(tmp_path: Path, reason: str, caplog) -> None:
+    every = 4 if reason == "it evaluated" else 1
+    long = fc.Experiment("mine", "fedavg", rounds=4, devices_per_round=2, epochs=(1, 1), eval_every=every)
+    short = replace(long, rounds=2)
+    runner.run(short, tmp_path / "out", data=own_data(1 if reason == "data digest" else 0), resume=True)
+    records = tmp_path / "out" / f"{short.name}.jsonl"
+    if reason == "not a fedcontext checkpoint":
+        for path in tmp_path.glob("out/*.safetensors*"):
+            path.write_bytes(b"damaged")
+    with storage.lock(records) if reason == "is already running" else nullcontext():
+        made = runner.run(long, tmp_path / "out", data=own_data(0), resume=True)
+    assert made == runner.run(long, tmp_path / "alone", data=own_data(0))
+    assert any(line.startswith(f"{records} is not continued: ") and reason in line for line in caplog.messages)
+    assert "has no checkpoint" not in caplog.text
+
+
+def test_where_the_longest_run_is_of_no_use_the_next_is_continued(tmp_path: Path, caplog) -> None:
+    for rounds in (2, 4):
+        runner.run(replace(EXPERIMENT, rounds=rounds), tmp_path / "cut", resume=True)
+    for path in tmp_path.glob(f"cut/{replace(EXPERIMENT, rounds=4).name}.safetensors*"):
+        path.write_bytes(b"damaged")
+    runner.run(EXPERIMENT, tmp_path / "cut", resume=True)
+    runner.run(EXPERIMENT, tmp_path / "whole", resume=True)
+    assert "continuing after round 2 of" in caplog.text
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
 
 
 def test_records_that_are_gone_are_missed(tmp_path: Path) -> None:

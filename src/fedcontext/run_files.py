@@ -44,7 +44,7 @@ class RunFiles:
         return self.out / f"{self.name}.safetensors"
 
     def check(self) -> None:
-        """Raise an error if the files cannot be written for what is there instead of them."""
+        """Raise an error if something other than a regular file is in the place of one of the files."""
         check_folder(self.out)
         for path in (self.records, self.settings, self.checkpoint):
             check_target(path)
@@ -65,22 +65,43 @@ def save_state(simulation: Simulation, state: State, path: Path, records: Path) 
 def resumed_state(simulation: Simulation, files: RunFiles) -> State | None:
     """Return the state of the checkpoint in ``files``, or else of the same run with fewer rounds.
 
-    The rounds of the latter are copied to the records in ``files``. None, and a warning if there are such runs but no
-    checkpoint, starts at round 1.
+    The rounds of the latter are copied to the records in ``files``. None, and a warning if there are such runs but none
+    of use, starts at round 1.
     """
     if checkpoint.exists(files.checkpoint):
         return _load_state(simulation, files, simulation.experiment)
     shorter = _shorter_runs(simulation.experiment, files.out)
     for earlier, experiment in shorter:
-        if checkpoint.exists(earlier.checkpoint):
-            with earlier.locked():
-                state = _load_state(simulation, earlier, experiment)
-                copy_rounds(earlier.records, experiment, files.records, simulation.experiment, state.number)
-            LOG.warning("continuing after round %d of %s", state.number, earlier.records)
+        if checkpoint.exists(earlier.checkpoint) and (state := _continued(simulation, files, earlier, experiment)):
             return state
-    if found := next((each.records for each in (files, *(run for run, _ in shorter)) if each.records.exists()), None):
-        LOG.warning("%s has no checkpoint, which a run writes only with --resume: starting at round 1", found)
+    bare = (each.records for each in (files, *(run for run, _ in shorter)) if not checkpoint.exists(each.checkpoint))
+    if found := next((records for records in bare if records.exists()), None):
+        LOG.warning(
+            "%s has no checkpoint, which a run writes only with --resume (resume=True): starting at round 1", found
+        )
     return None
+
+
+def _continued(simulation: Simulation, files: RunFiles, earlier: RunFiles, experiment: Experiment) -> State | None:
+    """Return the state of a shorter run, its rounds copied to ``files``; None, and a warning, if it is of no use."""
+    try:
+        with earlier.locked():
+            state = _load_state(simulation, earlier, experiment)
+            _check_evaluations(experiment, state.number)
+            copy_rounds(earlier.records, experiment, files.records, simulation.experiment, state.number)
+    except FedcontextError as error:
+        LOG.warning("%s is not continued: %s", earlier.records, error)
+        return None
+    LOG.warning("continuing after round %d of %s", state.number, earlier.records)
+    return state
+
+
+def _check_evaluations(experiment: Experiment, done: int) -> None:
+    """Raise an error if the last of the ``done`` rounds is evaluated only because the run ends with it."""
+    if done == experiment.rounds and done % experiment.eval_every:
+        raise FedcontextError(
+            f"it evaluated round {done}, its last, which a longer run with eval_every {experiment.eval_every} does not"
+        )
 
 
 def _load_state(simulation: Simulation, files: RunFiles, experiment: Experiment) -> State:
