@@ -326,6 +326,10 @@ BAD = {
         ["run", "odd.toml"],
         "odd.toml: unknown setting 'speed', did you mean seed? The settings are dataset, algorithm,",
     ),
+    "defences in a file": (
+        ["run", "off.toml"],
+        "off.toml: defences must be none, or fc.Defences(...) in Python, got 'off'",
+    ),
     "seeds": (["compare", "--seeds", "0,,1"], "seeds must be distinct comma-separated values"),
     "same seed": (["compare", "--seeds", "1,1"], "seeds must be distinct comma-separated values"),
     "algorithms": (["compare", "--algorithms", "fedavg,fedsgd"], "algorithm must be one of"),
@@ -355,6 +359,7 @@ def test_errors_are_one_or_two_lines_and_leave_no_file(tmp_path, case, monkeypat
     arguments, message = BAD[case]
     (tmp_path / "broken.toml").write_text("rounds = ")
     (tmp_path / "odd.toml").write_text("speed = 3")
+    (tmp_path / "off.toml").write_text('defences = "off"')
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEDCONTEXT_DATA", str(tmp_path / "none"))

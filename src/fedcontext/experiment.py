@@ -71,7 +71,7 @@ class Experiment:
     gradient_bits: int | Literal["auto"] = setting(
         "auto",
         GRADIENT_BITS,
-        "Bits an entry of the probes' gradients on the uplink, 1 to 8 or 32 (exact); auto is 2 to 4 for memory, else 32",
+        "Bits an entry of the probes' gradients on the uplink, 1 to 8 or 32 (exact); auto is 2 or 3 for memory, else 32",
     )
     sketch: int = setting(
         0,
@@ -229,10 +229,10 @@ def experiment_from(settings: Mapping[str, Any]) -> Experiment:
     return Experiment(**settings)
 
 
-def with_limits(settings: Mapping[str, Any]) -> dict[str, Any]:
+def with_limits(settings: Mapping[str, Any], source: str = "") -> dict[str, Any]:
     """Return settings with each limit on its own in place of ``defences``: `Defences`, or None or "none" for no limit.
 
-    Limits that are given beside it override it.
+    Limits that are given beside it override it. ``source`` is put before the message of an error.
 
     >>> with_limits({"defences": None, "outlier": 50})["max_update"], with_limits({"defences": None, "outlier": 50})["outlier"]
     (0.0, 50)
@@ -243,7 +243,7 @@ def with_limits(settings: Mapping[str, Any]) -> dict[str, Any]:
     limits = OFF if given is None or (isinstance(given, str) and given == "none") else given
     if not isinstance(limits, Defences):
         raise FedcontextError(
-            f"defences must be none, or fc.Defences(...) in Python, got {shown(given)}; "
+            f"{source}defences must be none, or fc.Defences(...) in Python, got {shown(given)}; "
             f"the single limits are {', '.join(each.name for each in fields(Defences))}"
         )
     return {**asdict(limits), **{name: value for name, value in settings.items() if name != "defences"}}
@@ -267,7 +267,7 @@ def check_names(names: Collection[str], known: Collection[str] = SETTINGS, sourc
 
 def settings_from_toml(path: Path, known: Collection[str] = SETTINGS) -> dict[str, Any]:
     """Return the settings in a TOML file, their names checked."""
-    settings = with_limits(read_toml(path))
+    settings = with_limits(read_toml(path), source=f"{path}: ")
     check_names(settings, known, source=f"{path}: ")
     return settings
 
