@@ -173,6 +173,16 @@ def test_a_page_that_cannot_be_written_is_named(runs: Path, tmp_path: Path) -> N
         write_report([runs], tmp_path / "file" / "page.html")
 
 
+def test_a_page_that_cannot_be_read_before_it_is_replaced_is_named(runs: Path, tmp_path: Path, monkeypatch) -> None:
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "page.html").touch()
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(FedcontextError, match=r"page.html: cannot be written \(Permission denied\)"):
+        write_report([runs], tmp_path / "page.html")
+
+
 def test_a_page_replaces_reports_and_nothing_else(runs: Path, tmp_path: Path) -> None:
     page, notes = tmp_path / "page.html", tmp_path / "notes.html"
     page.touch()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedcontext.errors import FileError, require
-from fedcontext.files.storage import check_writable
+from fedcontext.files.storage import check_writable, naming
 
 GENERATOR = b'<meta name="generator" content="fedcontext'  # in the head of every page
 HEAD = 4096  # bytes in which it is
@@ -49,7 +49,7 @@ def check_page(path: Path) -> None:
     """
     check_writable(path)
     if path.exists():
-        with path.open("rb") as file:
+        with naming(path), path.open("rb") as file:
             start = file.read(HEAD)
         if start and GENERATOR not in start:
             raise FileError(f"{path}: exists and is not a report of fedcontext: use another path, or delete it")
