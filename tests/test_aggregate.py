@@ -438,7 +438,7 @@ def test_names_that_are_no_device_are_refused(what):
         fc.aggregate(np.zeros(2), {"a": np.ones(2), "b": np.ones(2)}, rule=fc.mean(), **sent)
 
 
-def test_gradients_without_batch_statistics_are_told_of_buffers():
+def test_the_error_for_missing_batch_statistics_names_buffers():
     module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     params = module.state_dict()
     updates = [{name: torch.ones_like(leaf) for name, leaf in params.items()}] * 2
@@ -492,7 +492,7 @@ def test_a_state_of_a_model_of_another_size_is_refused():
         )
 
 
-def test_what_a_rule_reports_are_numbers_of_python():
+def test_rules_report_python_numbers():
     info = rounds_of_memory(3).info
     assert {type(value) for value in info.values()} <= {float, bool}
     assert "np." not in repr(info)

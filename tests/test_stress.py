@@ -73,7 +73,7 @@ def test_the_page_has_every_number_of_the_file(results, tmp_path):
 def test_the_page_says_which_faults_attacks_and_shares_were_run(results, tmp_path):
     text = publish(results[0], tmp_path, "fedcontext stress --quick")[1].read_text("utf-8")
     introduction, table = text.split("## In short")
-    assert "under dropout, nan, sign-flip, gradient-flip, backdoor, a part of [Faults" in introduction
+    assert "under some faults and attacks (dropout, nan, sign-flip, gradient-flip, backdoor) of [Faults" in introduction
     assert "at 20 %, on synthetic-1-1, with seeds 0." in introduction
     assert "| attacks 20 % | worst |" in table
 

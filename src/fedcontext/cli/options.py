@@ -39,7 +39,7 @@ K2 = Annotated[
 ]
 DefencesOff = Annotated[
     str | None,
-    typer.Option(metavar="none", help="none turns all defences off, but those whose own option is given."),
+    typer.Option(metavar="none", help="none turns off all defences except those given by their own option."),
 ]
 Out = Annotated[Path, typer.Option("--out", help="Directory for records and the TOML files that repeat the runs.")]
 Quiet = Annotated[

@@ -54,7 +54,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Raise an error if ``path`` exists and is not a directory, or something in whose place a directory above it belongs.
+    """Raise an error if ``path``, or the nearest existing path above it, is not a directory.
 
     >>> check_folder(Path("/dev/null"))
     Traceback (most recent call last):

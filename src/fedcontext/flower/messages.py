@@ -36,7 +36,8 @@ Pool: TypeAlias = int | Literal["all"]
 MAX_SAMPLES = 2**53  # larger counts are not exact in float64, and their sums may overflow
 HELPERS = "the client app must be made with fedcontext.flower.torch_client or numpy_client"
 LATE = "no reply before the timeout"
-ERRORS = {3: LATE, 4: LATE, 5: "node unavailable"}  # Flower's codes: the message, its reply expired; no heartbeats
+# Flower's codes: message expired, reply expired, node without heartbeats
+ERRORS = {3: LATE, 4: LATE, 5: "node unavailable"}
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ class ContextualStrategy(Strategy):
         probe_averaging: whether the probes' gradients are weighted by "samples" or equally ("mean").
         layers: leaves that enter the geometry; all by default.
         buffers: leaves that are averaged instead of weighted, besides those that most gradients lack.
-        gradient_bits: bits an entry of the gradients, 1 to 8, or 32 for float32; differences get half of them. "auto"
-            is float32; for a rule with memory it is 2, or 4 where the cohort itself probes.
+        gradient_bits: bits an entry of the gradients, 1 to 8, or 32 for float32; differences get half of them, rounded
+            down. "auto" is float32; for a rule with memory it is 2, or 3 where the cohort itself probes.
         server: an optimiser of `fedcontext.rules.server` that acts on the step of a rule without memory, such as ``fedadam()``.
         min_replies: with fewer usable updates the round is lost: the model stays unchanged.
         max_lost: number of consecutive lost rounds that ends the run.

@@ -65,7 +65,7 @@ def _lines(results: Results, command: str) -> Iterator[str]:
 def _conditions(results: Results) -> str:
     """Return the faults and attacks of the results in words."""
     named = [name for name in dict.fromkeys(cell.condition for cell in results.cells) if name in LINES]
-    return "each fault and each attack" if len(named) == len(LINES) else f"{', '.join(named)}, a part"
+    return "each fault and each attack" if len(named) == len(LINES) else f"some faults and attacks ({', '.join(named)})"
 
 
 def _shares(results: Results) -> list[float]:
