@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import shlex
 import signal
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -167,11 +168,12 @@ def distinct(name: str, given: object) -> list[str]:
 def command_line(command: str, options: Mapping[str, object]) -> str:
     """Return the command with the options that were given, as generated pages print it.
 
-    >>> command_line("stress", {"quick": True, "tasks": "mnist", "docs": None})
-    'fedcontext stress --quick --tasks mnist'
+    >>> command_line("stress", {"quick": True, "tasks": "mnist", "device": None, "docs": "my docs"})
+    "fedcontext stress --quick --tasks mnist --docs 'my docs'"
     """
-    given = (flag_of(name) if value is True else f"{flag_of(name)} {value}" for name, value in options.items() if value)
-    return " ".join((f"fedcontext {command}", *given))
+    given = {flag_of(name): value for name, value in options.items() if value}
+    words = (flag if value is True else f"{flag} {shlex.quote(str(value))}" for flag, value in given.items())
+    return " ".join((f"fedcontext {command}", *words))
 
 
 class Terminated(KeyboardInterrupt):
