@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from fedcontext.faults.faults import FAULTS
 from fedcontext.leaderboard.board import printed_progress
 from fedcontext.stress.cases import BARE, CONDITIONS, HONEST, METHODS, SHARES, TASKS, experiment, last_disturbed, select
 from fedcontext.stress.cells import merge, read_results, stress
+from fedcontext.stress.document import document
 from fedcontext.stress.publication import publish
 
 WITHOUT_GRADIENTS = ("mean", "by samples", "FedAdam", "Krum", "median", "FLTrust")
@@ -71,7 +73,7 @@ def test_the_page_has_every_number_of_the_file(results, tmp_path):
 
 
 def test_the_page_says_which_faults_attacks_and_shares_were_run(results, tmp_path):
-    text = publish(results[0], tmp_path, "fedcontext stress --quick")[1].read_text("utf-8")
+    text = publish(results[0], tmp_path)[1].read_text("utf-8")
     introduction, table = text.split("## In short")
     assert "under some faults and attacks (dropout, nan, sign-flip, gradient-flip, backdoor) of [Faults" in introduction
     assert "at 20 %, on synthetic-1-1, with seeds 0." in introduction
@@ -95,6 +97,35 @@ def test_finished_runs_are_reused_and_tasks_are_merged(results, tmp_path):
     both = merge(made, other)
     assert len(both.cells) == 2 * len(made.cells)
     assert merge(both, made).cells == both.cells
+
+
+def test_the_page_states_every_command_that_ran_a_task(results, tmp_path):
+    made = dataclasses.replace(results[0], commands={"synthetic-1-1": "fedcontext stress --quick"})
+    cells = [dataclasses.replace(cell, task="mnist") for cell in made.cells]
+    other = dataclasses.replace(
+        made,
+        cells=cells,
+        rounds={"mnist": [30, 20]},
+        settings={"mnist": {}},
+        commands={"mnist": "fedcontext stress --tasks mnist"},
+    )
+    for each in (made, other):
+        _, page = publish(each, tmp_path)
+    assert "by `fedcontext stress --quick` and `fedcontext stress --tasks mnist`." in page.read_text("utf-8")
+
+
+def test_the_published_numbers_and_page_state_the_same_commands():
+    docs = Path(__file__).parents[1] / "docs"
+    line = (docs / "reliability.md").read_text("utf-8").splitlines()[2]
+    assert document(read_results(docs / "reliability.json")).splitlines()[2] == line
+
+
+def test_results_without_commands_are_read(results, tmp_path):
+    numbers, _ = publish(results[0], tmp_path)
+    content = json.loads(numbers.read_text("utf-8"))
+    del content["commands"]
+    numbers.write_text(json.dumps(content))
+    assert read_results(numbers) == dataclasses.replace(results[0], commands={})
 
 
 def test_unknown_tasks_and_broken_files_are_named(tmp_path):

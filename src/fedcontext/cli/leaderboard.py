@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -71,9 +72,10 @@ def leaderboard(
             progress=lambda title, rounds: progress(title, rounds, quiet),
         )
     path = out_dir / "results.json"
-    merged = results.merge(results.read_results(path) if path.exists() and not quick else [], made)
     given = {"quick": quick, "group": group, "tasks": tasks, "entrants": entrants, "device": device, "docs": docs}
-    page = document(merged, command_line("leaderboard", given))
+    made = [replace(each, commands=[command_line("leaderboard", given)]) for each in made]
+    merged = results.merge(results.read_results(path) if path.exists() and not quick else [], made)
+    page = document(merged, results.commands_of(merged))
     results.write_results(merged, path)
     write_text(out_dir / "leaderboard.md", page)
     if docs is not None:

@@ -40,6 +40,7 @@ def stress(
     folder = out_dir / "quick" if quick else out_dir
     for each in filter(None, (folder, docs)):
         check_folder(each)
+    given = {"quick": quick, "tasks": tasks, "device": "" if device == "cpu" else device, "docs": docs}
     with interruptible(folder):
         made = run_all(
             folder,
@@ -48,9 +49,8 @@ def stress(
             conditions=conditions,
             seeds=SEEDS[:1] if quick else SEEDS,
             progress=lambda title, rounds: progress(title, rounds, quiet),
+            command=command_line("stress", given),
         )
-    given = {"quick": quick, "tasks": tasks, "device": "" if device == "cpu" else device, "docs": docs}
-    command = command_line("stress", given)
-    for path in publish(made, folder, command) + (publish(made, docs, command) if docs else []):
+    for path in publish(made, folder) + (publish(made, docs) if docs else []):
         if not quiet:
             print_line(f"written: {path}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +34,7 @@ class TaskResult:
     version: str
     machine: str
     rows: Mapping[str, Row] = field(default_factory=dict)
+    commands: Sequence[str] = ()  # that made the rows
 
     def best_baseline(self, measure: str = "mean_rounds") -> Row:
         """Return the tuned baseline with the lowest value: not ours, not an oracle, not one with more devices."""
@@ -108,10 +109,17 @@ def merge(before: Iterable[TaskResult], after: Iterable[TaskResult]) -> list[Tas
     merged = {result.task: result for result in before}
     for result in after:
         old = merged.get(result.task)
-        same = old is not None and (old.levels, old.rounds, old.seeds) == (result.levels, result.rounds, result.seeds)
-        rows = {**(old.rows if old is not None and same else {}), **result.rows}
-        merged[result.task] = TaskResult(**{**vars(result), "rows": rows})
+        if old and (old.levels, old.rounds, old.seeds) == (result.levels, result.rounds, result.seeds):
+            earlier = old.commands if old.rows.keys() - result.rows.keys() else ()
+            commands = list(dict.fromkeys((*earlier, *result.commands)))
+            result = replace(result, rows={**old.rows, **result.rows}, commands=commands)
+        merged[result.task] = result
     return list(merged.values())
+
+
+def commands_of(results: Iterable[TaskResult]) -> str:
+    """Return the commands that made the results, each once, as code in a line of Markdown without the outer quotes."""
+    return "` and `".join(dict.fromkeys(command for result in results for command in result.commands))
 
 
 def write_results(results: Sequence[TaskResult], path: Path) -> None:

@@ -65,6 +65,7 @@ class Results:
     machine: str
     level: float = LEVEL
     settings: dict[str, dict[str, object]] = field(default_factory=dict)  # by task
+    commands: dict[str, str] = field(default_factory=dict)  # by task: the command that ran it
 
 
 def stress(
@@ -75,10 +76,11 @@ def stress(
     conditions: Sequence[Condition] = CONDITIONS,
     seeds: Sequence[int] = SEEDS,
     progress: Progress = no_progress,
+    command: str = "fedcontext stress",
 ) -> Results:
     """Run every method under every condition on every task, and return the results.
 
-    Records go to ``out``; finished ones are reused when this is called again.
+    Records go to ``out``; finished ones are reused when this is called again. The page says that ``command`` made them.
     """
     for task in tasks:
         runs = [experiment(task, method, each, seed) for method in METHODS for each in conditions for seed in seeds]
@@ -94,6 +96,7 @@ def stress(
         __version__,
         f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         settings={task.name: dict(task.settings) for task in tasks},
+        commands={task.name: command for task in tasks},
     )
 
 
@@ -165,5 +168,5 @@ def merge(before: Results | None, after: Results) -> Results:
     kept = [cell for cell in before.cells if cell.task not in after.rounds]
     order = [task.name for task in TASKS]
     cells = sorted([*kept, *after.cells], key=lambda cell: order.index(cell.task))
-    rounds, settings = {**before.rounds, **after.rounds}, {**before.settings, **after.settings}
-    return Results(**{**vars(after), "cells": cells, "rounds": rounds, "settings": settings})
+    by_task = {name: {**vars(before)[name], **vars(after)[name]} for name in ("rounds", "settings", "commands")}
+    return Results(**{**vars(after), "cells": cells, **by_task})

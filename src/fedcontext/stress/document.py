@@ -33,15 +33,15 @@ without faults, median over seeds; - is not reached in the rounds that are left.
 LINES = {**FAULTS, **{name: attack.help for name, attack in ATTACKS.items()}}
 
 
-def document(results: Results, command: str) -> str:
+def document(results: Results) -> str:
     """Return the page as Markdown."""
-    return "\n".join(_lines(results, command)) + "\n"
+    return "\n".join(_lines(results)) + "\n"
 
 
-def _lines(results: Results, command: str) -> Iterator[str]:
+def _lines(results: Results) -> Iterator[str]:
     tasks = list(results.rounds)
     yield INTRODUCTION.format(
-        command=command,
+        command="` and `".join(dict.fromkeys(results.commands.values())),
         conditions=_conditions(results),
         shares=" and ".join(", ".join(map(_percent, _shares(results))).rsplit(", ", 1)),
         tasks=", ".join(tasks),

@@ -9,10 +9,10 @@ from fedcontext.stress.cells import Results, merge, read_results, write_results
 from fedcontext.stress.document import document
 
 
-def publish(results: Results, folder: Path, command: str = "fedcontext stress --docs docs") -> list[Path]:
+def publish(results: Results, folder: Path) -> list[Path]:
     """Write reliability.json and reliability.md into a folder, with the tasks that it holds already, and return the paths."""
     numbers, page = folder / "reliability.json", folder / "reliability.md"
     merged = merge(read_results(numbers) if numbers.exists() else None, results)
     write_results(merged, numbers)
-    write_text(page, document(merged, command))
+    write_text(page, document(merged))
     return [numbers, page]
