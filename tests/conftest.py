@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 
 import numpy as np
@@ -30,6 +31,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for name in marker.args if marker else ():
         if files.where(name) is None:
             pytest.skip(f"the {name} file is not at hand: set {files.VARIABLE} to a directory that holds it")
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_logged() -> None:
+    """Undo what ``--quiet`` set in an earlier test of the command line."""
+    logging.getLogger("fedcontext").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")
