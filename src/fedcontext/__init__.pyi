@@ -72,5 +72,5 @@ from fedcontext.rules.server import fedadam as fedadam
 from fedcontext.rules.server import fedavgm as fedavgm
 from fedcontext.rules.server import fedyogi as fedyogi
 from fedcontext.simulation import Simulation as Simulation
-from fedcontext.simulation import State as State
+from fedcontext.state import State as State
 from fedcontext.version import __version__ as __version__

@@ -11,6 +11,7 @@ import numpy as np
 
 from fedcontext.algorithms import Algorithm, Hyperparameters, algorithm_named, with_server_rate
 from fedcontext.arrays.tree import Structure
+from fedcontext.coding import coding_for
 from fedcontext.datasets import FederatedData, load_dataset
 from fedcontext.datasets.federated import full_participation, gather
 from fedcontext.engines.base import Engine, EngineOptions, engine_named
@@ -20,12 +21,12 @@ from fedcontext.faults.disturbance import disturbance_of
 from fedcontext.fleet import make_fleet, profile_named
 from fedcontext.local_sgd import sgd
 from fedcontext.plan import Stream, generator
-from fedcontext.probing import coding_for
 from fedcontext.records import RoundRecord
 from fedcontext.rules.base import AnyRule
 from fedcontext.settings import parse_shares
-from fedcontext.simulation import Simulation, State
+from fedcontext.simulation import Simulation
 from fedcontext.smoothness import measured_smoothness, smoothness_of
+from fedcontext.state import State
 
 USED_WITH_RULES = ("learning_rate", "batch_size", "momentum", "weight_decay", "clip", "server_learning_rate")
 ROOT_SAMPLES = 100  # of the server's own set, as in the paper on FLTrust

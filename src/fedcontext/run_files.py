@@ -15,7 +15,8 @@ from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment, experiment_from, settings_from_toml
 from fedcontext.files.storage import check_folder, check_target, lock
 from fedcontext.results.run_file import copy_rounds, count_rounds
-from fedcontext.simulation import Simulation, State
+from fedcontext.simulation import Simulation
+from fedcontext.state import State
 
 LOG = logging.getLogger("fedcontext")
 locked_files: ContextVar[frozenset[Path]] = ContextVar("locked", default=frozenset())  # records of runs locked already

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol, TypeAlias
 
@@ -218,6 +218,25 @@ def all_finite(array: Array, scratch: int = SCRATCH) -> bool:
     False
     """
     return bool(np.isfinite(framework(array).largest(array, scratch)))
+
+
+def is_finite(structure: Structure) -> bool:
+    """Return whether no floating-point leaf has a NaN or infinite entry.
+
+    >>> is_finite({"w": np.ones(2), "count": np.ones(1, int)}), is_finite([np.array([np.inf])])
+    (True, False)
+    """
+    return all(all_finite(leaf) for leaf in leaves(structure).values() if kind_of(leaf) == "floating")
+
+
+def trained_leaves(structure: Structure, buffers: Collection[str]) -> Leaves:
+    """Return the floating-point leaves that gradients move: not the buffers, which are averaged.
+
+    >>> list(trained_leaves({"w": np.ones(2), "mean": np.ones(2), "count": np.ones(1, int)}, ["mean"]))
+    ['w']
+    """
+    named = leaves(structure).items()
+    return {name: leaf for name, leaf in named if name not in buffers and kind_of(leaf) == "floating"}
 
 
 def blocks(size: int, rows: int, scratch: int = SCRATCH) -> Iterator[tuple[int, int]]:

@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result, Strategy
 
 from fedcontext.arrays.tree import all_finite
+from fedcontext.coding import bits_for
 from fedcontext.errors import FedcontextError, positive, shown
 from fedcontext.experiment import checked
 from fedcontext.flower.coding import RoundCodes
@@ -27,7 +28,6 @@ from fedcontext.flower.roster import Roster, snapshot, wait_for_nodes
 from fedcontext.flower.run_log import RunLog, RunState
 from fedcontext.measurement.defences import Defences
 from fedcontext.plan import Probes
-from fedcontext.probing import bits_for
 from fedcontext.rules.base import AnyRule, Rule
 from fedcontext.rules.contextual import contextual
 from fedcontext.rules.memory import contextual_memory

@@ -1,20 +1,13 @@
-"""What probes answer: gradients at the present params and their differences to the last, as codes or sketches."""
+"""How the gradients of probes are sent: as they are, as few-bit codes or as sketches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from fedcontext.arrays.tree import Structure, leaves, rebuild
 from fedcontext.compression.codec import IDENTITY, Codec
 from fedcontext.compression.sketch import Sketch
-from fedcontext.engines.base import Engine
 from fedcontext.errors import FedcontextError
 from fedcontext.fleet import ProbeCost
-from fedcontext.measurement.sums import flat, unflat
-from fedcontext.plan import IntArray, Stream
 
 
 @dataclass(frozen=True)
@@ -66,42 +59,3 @@ def bits_for(bits: int | str, memory: bool, cohort_probes: bool) -> tuple[int, i
         bits = (3 if cohort_probes else 2) if memory else IDENTITY.bits
     number = int(bits)
     return number, number if number == IDENTITY.bits else max(1, number // 2)
-
-
-def probe_answers(
-    engine: Engine,
-    params: Structure,
-    previous: Structure | None,
-    devices: IntArray,
-    coding: Coding,
-    key: tuple[int, int],
-) -> tuple[list[Structure], list[Structure] | None]:
-    """Return each device's gradient at ``params``, and its difference to that at ``previous`` where there is one.
-
-    ``key`` is (seed, round): with the device it decides the random rotation of a code.
-    """
-    gradients = engine.gradients(params, devices)
-    differences = None
-    if previous is not None:
-        before = engine.gradients(previous, devices)
-        exact = [_difference(now, then) for now, then in zip(gradients, before, strict=True)]
-        differences = _coded(exact, coding.difference, devices, (*key, Stream.DIFFERENCE_CODE))
-    return _coded(gradients, coding.gradient, devices, (*key, Stream.GRADIENT_CODE)), differences
-
-
-def _coded(
-    vectors: Sequence[Structure], codec: Codec | Sketch, devices: IntArray, key: tuple[int, int, int]
-) -> list[Structure]:
-    """Return what the server decodes."""
-    if codec == IDENTITY or not vectors:
-        return list(vectors)
-    like = leaves(vectors[0])
-    names = list(like)
-    rows = np.stack([flat(leaves(vector), names) for vector in vectors])
-    decoded = codec.roundtrip(rows, [(*key, int(device)) for device in devices])
-    return [rebuild(vectors[0], unflat(row.astype(np.float64), like, names)) for row in decoded]
-
-
-def _difference(now: Structure, before: Structure) -> Structure:
-    then = leaves(before)
-    return rebuild(now, {name: leaf - then[name] for name, leaf in leaves(now).items()})

@@ -1,0 +1,147 @@
+"""What the devices of a simulated round send: updates after local training, and gradients as the server decodes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedcontext.algorithms import Algorithm
+from fedcontext.arrays.tree import Structure, is_finite, leaves, rebuild
+from fedcontext.coding import Coding
+from fedcontext.compression.codec import IDENTITY, Codec
+from fedcontext.compression.sketch import Sketch
+from fedcontext.datasets import FederatedData
+from fedcontext.engines.base import Engine, Work
+from fedcontext.experiment import Experiment
+from fedcontext.faults.disturbance import Answers
+from fedcontext.fleet import Replies
+from fedcontext.local_sgd import Diverged
+from fedcontext.measurement.defences import OFF
+from fedcontext.measurement.geometry import Report, shares
+from fedcontext.measurement.sums import flat, unflat
+from fedcontext.plan import IntArray, RoundPlan, Stream
+from fedcontext.state import State
+from fedcontext.variates import corrections
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of a simulation, and how they train and probe."""
+
+    experiment: Experiment
+    data: FederatedData
+    engine: Engine
+    algorithm: Algorithm
+    coding: Coding
+
+    def report(self, state: State, plan: RoundPlan, received: Replies, disturbed: bool) -> Report:
+        """Return what the devices of a round send: updates, and the gradients that the rule needs.
+
+        ``disturbed`` says that faults and attacks may change the gradients, each of which is then computed alone.
+        """
+        devices, pool, probes = plan.devices[received.cohort], plan.pool[received.pool], plan.probes[received.probes]
+        samples = self.data.train.sizes[devices]
+        updates = self._train(state, plan, received)
+        return Report(
+            updates=dict(zip(devices.tolist(), updates[: len(devices)], strict=True)),
+            samples=samples,
+            pool=dict(zip(pool.tolist(), updates[len(devices) :], strict=True)),
+            population=self.data.population,
+            distortions=self.coding.distortions,
+            steps=self.algorithm.local.steps(samples, plan.epochs[received.cohort]).tolist(),
+            **self._gradients(state, plan.number, devices, probes, disturbed),
+        )
+
+    def _train(self, state: State, plan: RoundPlan, received: Replies) -> list[Structure]:
+        """Return the updates of the cohort, then those of the pool."""
+        work = self.work(state, plan, received.cohort, received.pool)
+        try:
+            updates = self.engine.train(state.params, work)
+        except Diverged as error:
+            if not error.updates:
+                raise
+            updates = list(error.updates)
+        finite = np.array([is_finite(update) for update in updates])
+        parts = np.split(finite, [len(received.cohort)])  # if most devices of a part diverged, the run has
+        if not finite.all() and (not self.experiment.outlier or any(2 * part.sum() < len(part) for part in parts)):
+            raise work.local.divergence_error(work.devices[~finite].tolist())
+        return updates
+
+    def work(self, state: State, plan: RoundPlan, cohort: IntArray, pool: IntArray) -> Work:
+        """Return the work of devices at these positions of a plan."""
+        devices = np.concatenate([plan.devices[cohort], plan.pool[pool]])
+        epochs = np.concatenate([plan.epochs[cohort], plan.pool_epochs[pool]])
+        variates, terms = self.algorithm.variates, None
+        if variates and state.variates:
+            terms = corrections(variates, state.variates, devices.tolist())
+        return Work(self.experiment.seed, plan.number, devices, epochs, self.algorithm.local, terms)
+
+    def _gradients(
+        self, state: State, number: int, devices: IntArray, probes: IntArray, disturbed: bool
+    ) -> dict[str, Any]:
+        """Return the fields of the report that hold gradients."""
+        needs, own = self.algorithm.rule.needs, None
+        if "own gradients" in needs:
+            key = self.experiment.seed, number
+            own, _ = probe_answers(self.engine, state.params, None, devices, self.coding, key)
+        if "gradient" not in needs:
+            return {"own_gradients": own}
+        cohort_probes = np.array_equal(np.sort(probes), np.sort(devices))
+        probes = devices if cohort_probes else probes
+        by_samples = self.experiment.probe_averaging == "samples"
+        weights = shares(self.data.train.sizes[probes].astype(np.float64) if by_samples else None, len(probes))
+        each = "differences" in needs or not self.coding.exact or cohort_probes or disturbed
+        if not each and self.experiment.defences == OFF:  # the mean alone, in one pass where all devices probe
+            return {"own_gradients": own, "gradient": self.engine.gradient(state.params, probes, weights)}
+        answers, differences = self.answers(self.engine, state, number, probes)
+        fields = {"differences": differences, "probe_weights": weights}
+        if cohort_probes:
+            return {"own_gradients": answers, **fields}
+        return {"own_gradients": own, "gradients": dict(zip(probes.tolist(), answers, strict=True)), **fields}
+
+    def answers(self, engine: Engine, state: State, number: int, devices: IntArray) -> Answers:
+        """Return what these devices answer as probes, from the data of an engine."""
+        previous = state.previous if "differences" in self.algorithm.rule.needs else None
+        return probe_answers(engine, state.params, previous, devices, self.coding, (self.experiment.seed, number))
+
+
+def probe_answers(
+    engine: Engine,
+    params: Structure,
+    previous: Structure | None,
+    devices: IntArray,
+    coding: Coding,
+    key: tuple[int, int],
+) -> tuple[list[Structure], list[Structure] | None]:
+    """Return each device's gradient at ``params``, and its difference to that at ``previous`` where there is one.
+
+    ``key`` is (seed, round): with the device it decides the random rotation of a code.
+    """
+    gradients = engine.gradients(params, devices)
+    differences = None
+    if previous is not None:
+        before = engine.gradients(previous, devices)
+        exact = [_difference(now, then) for now, then in zip(gradients, before, strict=True)]
+        differences = _decoded(exact, coding.difference, devices, (*key, Stream.DIFFERENCE_CODE))
+    return _decoded(gradients, coding.gradient, devices, (*key, Stream.GRADIENT_CODE)), differences
+
+
+def _decoded(
+    vectors: Sequence[Structure], codec: Codec | Sketch, devices: IntArray, key: tuple[int, int, int]
+) -> list[Structure]:
+    """Return what the server decodes."""
+    if codec == IDENTITY or not vectors:
+        return list(vectors)
+    like = leaves(vectors[0])
+    names = list(like)
+    rows = np.stack([flat(leaves(vector), names) for vector in vectors])
+    decoded = codec.roundtrip(rows, [(*key, int(device)) for device in devices])
+    return [rebuild(vectors[0], unflat(row.astype(np.float64), like, names)) for row in decoded]
+
+
+def _difference(now: Structure, before: Structure) -> Structure:
+    then = leaves(before)
+    return rebuild(now, {name: leaf - then[name] for name, leaf in leaves(now).items()})

@@ -1,0 +1,79 @@
+"""What a run carries from round to round, and how control variates and server optimisers change it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fedcontext.aggregation.result import Aggregation
+from fedcontext.algorithms import Algorithm
+from fedcontext.arrays.tree import FloatArray, Leaves, Structure, is_finite, leaves, rebuild, trained_leaves
+from fedcontext.errors import FedcontextError
+from fedcontext.measurement.geometry import Report
+from fedcontext.rules.base import State as RuleState
+from fedcontext.rules.server import State as ServerState
+from fedcontext.rules.server import except_buffers
+from fedcontext.variates import VariateState, next_state
+
+
+@dataclass(frozen=True)
+class State:
+    """What a run carries from round to round."""
+
+    number: int  # rounds done
+    params: Structure
+    rule: RuleState
+    loss: float | None  # at params, where known
+    previous: Structure | None = None  # the params before the last aggregation, where the rule needs them
+    server: ServerState = None  # of the server optimiser, where there is one
+    variates: VariateState | None = None  # of the server and of devices that took part, for control variates
+
+    @property
+    def carried(self) -> dict[str, Any]:
+        """What a checkpoint holds beside number, params and loss."""
+        return {"rule": self.rule, "previous": self.previous, "server": self.server, "variates": self.variates}
+
+
+def changes_step(algorithm: Algorithm) -> bool:
+    """Return whether the server's step is another than the rule's."""
+    return algorithm.server is not None or algorithm.variates is not None
+
+
+def server_step(
+    algorithm: Algorithm, buffers: Collection[str], state: State, report: Report, result: Aggregation
+) -> State:
+    """Return ``state`` after the rule's step as control variates, then the server optimiser, change it; buffers are averaged."""
+    step, variates, server = result.step, state.variates, state.server
+    if algorithm.variates:
+        variates = _next_variates(algorithm, buffers, state, report, result.screened.factors)
+        center, trained = variates["server"], trained_leaves(step, buffers)
+        moved = {name: algorithm.variates.step(leaf, center[name]) for name, leaf in trained.items()}
+        step = rebuild(step, {**leaves(step), **moved})
+    if algorithm.server:
+        step, server = except_buffers(algorithm.server, buffers).update(step, server, state.params)
+    base, steps = trained_leaves(state.params, buffers), leaves(step)
+    params = {**leaves(result.params), **{name: leaf + steps[name] for name, leaf in base.items()}}
+    if not is_finite(params):
+        raise FedcontextError("the server's step overflowed; lower the server learning rate")
+    return replace(state, params=rebuild(state.params, params), server=server, variates=variates)
+
+
+def _next_variates(
+    algorithm: Algorithm, buffers: Collection[str], state: State, report: Report, factors: FloatArray
+) -> VariateState:
+    """Return the control variates after the round, from the updates as the rule used them: times ``factors``."""
+    assert algorithm.variates
+    assert state.variates
+    assert isinstance(report.updates, dict)
+    assert report.population
+    names, steps = list(report.updates), list(report.steps or ())
+    first = [row for row in np.flatnonzero(factors).tolist() if isinstance(names[row], int)]  # not a second reply
+    updates = {names[row]: _scaled(trained_leaves(report.updates[names[row]], buffers), factors[row]) for row in first}
+    return next_state(algorithm.variates, state.variates, updates, [steps[row] for row in first], report.population)
+
+
+def _scaled(named: Leaves, factor: float) -> Leaves:
+    return named if factor == 1 else {name: float(factor) * leaf for name, leaf in named.items()}
