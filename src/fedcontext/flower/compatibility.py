@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
+from flwr.app import ConfigRecord
 from flwr.serverapp.strategy import FedAvg, Strategy
 
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import FedcontextError, shown
 from fedcontext.rules import server as optimizers
 from fedcontext.rules.base import AnyRule
 from fedcontext.rules.server import ServerOptimizer
 
+RuleOrFunction: TypeAlias = AnyRule | Callable[[ConfigRecord], AnyRule]
 SIMULATED_ONLY = {
     "root": "an update of the server's own samples",
     "root gradient": "a gradient of the server's own samples",
@@ -53,7 +55,27 @@ def checked_inner(inner: Strategy) -> FedAvg:
     )
 
 
-def check_rule(rule: AnyRule, server: ServerOptimizer | None) -> None:
+def checked_rule(rule: RuleOrFunction, server: ServerOptimizer | None) -> RuleOrFunction:
+    """Return ``rule`` if it is one that clients can serve, or a function, which `resolved_rule` calls later."""
+    if isinstance(rule, AnyRule):
+        _check_rule(rule, server)
+    elif not callable(rule):
+        raise FedcontextError(
+            f"rule must be a rule such as contextual_memory(), or a function of the train config, got {shown(rule)}"
+        )
+    return rule
+
+
+def resolved_rule(rule: RuleOrFunction, config: ConfigRecord, server: ServerOptimizer | None) -> AnyRule:
+    """Return the rule itself, or the one that a function of the train config returns, if clients can serve it."""
+    made = rule if isinstance(rule, AnyRule) else rule(config)
+    if not isinstance(made, AnyRule):
+        raise FedcontextError(f"the function given as rule must return a rule, got {shown(made)}")
+    _check_rule(made, server)
+    return made
+
+
+def _check_rule(rule: AnyRule, server: ServerOptimizer | None) -> None:
     """Refuse rules that need what clients do not send, and optimisers after a rule that models its own step."""
     if missing := [about for need, about in SIMULATED_ONLY.items() if need in rule.needs]:
         raise FedcontextError(

@@ -10,7 +10,21 @@ from typing import Any
 
 import numpy as np
 
+from fedcontext.flower.exclusion import Settings
+from fedcontext.rules.base import AnyRule
+from fedcontext.rules.server import ServerOptimizer
+
 DEPTH = 8  # of functions inside functions, a guard against those that refer to themselves
+
+
+def run_identity(
+    rule: AnyRule, server: ServerOptimizer | None, settings: Settings, own: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings that determine a round, those of the strategy itself in ``own``; `min_replies` is not one."""
+    shared = {name: value for name, value in dataclasses.asdict(settings).items() if name != "min_replies"}
+    inside = {"rule settings": settings_in(rule), "server settings": settings_in(server)}
+    names = {"rule": rule.name, "smoothness": rule.smoothness, "server": server and server.name}
+    return {**names, **own, **shared, **inside}
 
 
 def settings_in(value: Any, depth: int = DEPTH) -> Any:

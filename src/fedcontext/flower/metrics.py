@@ -48,6 +48,15 @@ def _client_metrics(contents: Sequence[RecordDict], strategy: FedAvg) -> Mapping
         return {}
 
 
+def note_metrics(results: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> dict[str, float]:
+    """Log the metrics of a round, add them to ``results``, and return the loss and accuracy among them."""
+    if metrics is None:
+        return {}
+    log.info("\t└──> Aggregated MetricRecord: %s", metrics)
+    results[number] = metrics
+    return loss_and_accuracy(metrics)
+
+
 def loss_and_accuracy(metrics: MetricRecord) -> dict[str, float]:
     """Return the loss and the accuracy in ``metrics``, if there, under these names.
 

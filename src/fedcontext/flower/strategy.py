@@ -5,31 +5,30 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg, Result, Strategy
+from flwr.serverapp.strategy import Result, Strategy
 
 from fedcontext.arrays.tree import all_finite
 from fedcontext.coding import bits_for
-from fedcontext.errors import FedcontextError, positive, shown
+from fedcontext.errors import FedcontextError, positive
 from fedcontext.experiment import checked
 from fedcontext.flower.coding import RoundCodes
-from fedcontext.flower.compatibility import check_rule, checked_inner
+from fedcontext.flower.compatibility import checked_inner, checked_rule, resolved_rule
 from fedcontext.flower.exclusion import Aggregator, Carried, Outcome, Settings, aggregate_usable
-from fedcontext.flower.identity import settings_in
+from fedcontext.flower.identity import run_identity
 from fedcontext.flower.messages import Extras, Pool, Task, message_for, parse_replies, plan_tasks
-from fedcontext.flower.metrics import loss_and_accuracy, round_metrics, usable_evaluations
+from fedcontext.flower.metrics import note_metrics, round_metrics, usable_evaluations
 from fedcontext.flower.protocol import Arrays, array_bytes, arrays_of, record_of
 from fedcontext.flower.roster import Roster, snapshot, wait_for_nodes
 from fedcontext.flower.run_log import RunLog, RunState
 from fedcontext.measurement.defences import Defences
 from fedcontext.plan import Probes
-from fedcontext.rules.base import AnyRule, Rule
-from fedcontext.rules.contextual import contextual
+from fedcontext.rules.base import AnyRule
 from fedcontext.rules.memory import contextual_memory
 from fedcontext.rules.server import ServerOptimizer
 from fedcontext.settings import integer
@@ -98,13 +97,7 @@ class ContextualStrategy(Strategy):
                 "wrap Flower's own: from flwr.serverapp.strategy import FedAvg"
             )
         self.inner = checked_inner(inner)
-        self.rule = contextual_memory() if rule is None else rule
-        if not isinstance(self.rule, AnyRule) and not callable(self.rule):
-            raise FedcontextError(
-                f"rule must be a rule such as contextual_memory(), or a function of the train config, got {shown(rule)}"
-            )
-        if isinstance(self.rule, AnyRule):
-            check_rule(self.rule, server)
+        self.rule = checked_rule(contextual_memory() if rule is None else rule, server)
         self.probes: Probes | None = None if probes is None else checked("probes", probes)
         self.epochs = None if epochs is None else checked("epochs", epochs)
         self.seed, self.pool = checked("seed", seed), checked("pool", pool)
@@ -130,7 +123,7 @@ class ContextualStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return one message per sampled node: train, report the gradient, or both."""
-        rule = self._resolve_rule(config)
+        self.rule = rule = resolved_rule(self.rule, config, self.server)
         probes = self.probes if isinstance(self.probes, int) and "gradient" in rule.needs else 0
         minimum = max(self.inner.min_available_nodes, self.inner.min_train_nodes, probes)
         nodes = wait_for_nodes(grid, minimum, self.node_timeout)
@@ -143,14 +136,15 @@ class ContextualStrategy(Strategy):
         if not node_of:
             return []
         devices, cohort = list(node_of), min(len(sampled), len(node_of))
-        chosen = self._probes_of(rule, cohort, len(devices))
+        default: Probes = "cohort" if "differences" not in rule.needs or cohort == len(devices) else DEFAULT_PROBES
+        chosen = default if self.probes is None else self.probes
         tasks = plan_tasks(self.seed, server_round, devices, cohort, rule.needs, chosen, self.pool, self.epochs)
         log.info("configure_train: %s nodes report gradients", sum(task.gradient for task in tasks))
         previous = None if self._carried.previous is None else record_of(self._carried.previous)
         bits = bits_for(self.gradient_bits, "differences" in rule.needs, chosen == "cohort")
         extras = Extras(RoundCodes(bits, self.seed, server_round), previous)
-        template = sampled[0].content
-        sent = [(task, message_for(task, template, node_of[task.device], self._timeout, extras)) for task in tasks]
+        content = sampled[0].content
+        sent = [(task, message_for(task, content, node_of[task.device], self._timeout, extras)) for task in tasks]
         messages = [message for _, message in sent]
         self._round = replace(
             self._round, sent=sent, extras=extras, population=len(devices), bytes_down=array_bytes(messages)
@@ -188,7 +182,7 @@ class ContextualStrategy(Strategy):
         log.info("aggregate_train: Received %s results and %s failures", len(replies) - failures, failures)
         sent = {message.metadata.message_id: task for task, message in current.sent}
         device_of, key = self._roster.device_of, self.inner.weighted_by_key
-        size = array_bytes(replies)
+        size = array_bytes(replies)  # before parsing, which empties them
         parsed, excluded = parse_replies(sent, replies, current.params, current.extras, device_of, key)
         assert isinstance(self.rule, AnyRule)  # configure_train resolved it
         noise = current.extras.codes.distortions
@@ -229,16 +223,18 @@ class ContextualStrategy(Strategy):
         initial = arrays_of(initial_arrays)
         if bad := [name for name, array in initial.items() if not all_finite(array)]:
             raise FedcontextError(f"the initial model has NaN or infinite entries in {', '.join(bad)}")
-        rule, result = self._resolve_rule(train_config), Result()
+        self.rule = rule = resolved_rule(self.rule, train_config, self.server)
         log.info("Starting %s strategy:", type(self).__name__)
         log.info("\t├── Number of rounds: %d", num_rounds)
         self.summary()
-        with self._log.open(initial, self._identity(rule), self._manifest(rule, num_rounds)) as state:
+        own = {name: getattr(self, name) for name in ("seed", "probes", "epochs", "pool", "gradient_bits")}
+        result, identity = Result(), run_identity(rule, self.server, self.settings, own)
+        with self._log.open(initial, identity, self._manifest(rule, num_rounds)) as state:
             self._carried = state.carried
             result.arrays = record_of(state.params) if state.number else initial_arrays
             if evaluate_fn and state.number == 0:
                 log.info("Initial global evaluation")
-                evaluation = _note(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, result.arrays))
+                evaluation = note_metrics(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, result.arrays))
                 state = replace(state, loss=evaluation.get("loss"))
             while state.number < num_rounds:
                 log.info("")
@@ -263,52 +259,26 @@ class ContextualStrategy(Strategy):
         began, number = time.monotonic(), state.number + 1
         messages = self.configure_train(number, result.arrays, train_config, grid)
         arrays, metrics = self.aggregate_train(number, grid.send_and_receive(messages, timeout=self._timeout))
-        _note(result.train_metrics_clientapp, number, metrics)
+        note_metrics(result.train_metrics_clientapp, number, metrics)
         result.arrays = result.arrays if arrays is None else arrays
         evaluation: dict[str, float] = {}
         if messages := list(self.configure_evaluate(number, result.arrays, evaluate_config, grid)):
             metrics = self.aggregate_evaluate(number, grid.send_and_receive(messages, timeout=self._timeout))
-            evaluation |= _note(result.evaluate_metrics_clientapp, number, metrics)
+            evaluation |= note_metrics(result.evaluate_metrics_clientapp, number, metrics)
         if evaluate_fn:
             log.info("Global evaluation")
-            evaluation |= _note(result.evaluate_metrics_serverapp, number, evaluate_fn(number, result.arrays))
-        after = RunState(number, arrays_of(result.arrays), self._carried, evaluation.get("loss"), state.lost)
-        outcome, self._outcome = self._outcome, None
-        if outcome is None:  # nobody was asked to train
-            self._log.write(after, None)
-            return after
-        after = replace(after, lost=0 if outcome.aggregation else state.lost + 1)
+            evaluation |= note_metrics(result.evaluate_metrics_serverapp, number, evaluate_fn(number, result.arrays))
+        outcome, self._outcome = self._outcome, None  # None if nobody was asked to train
+        lost = state.lost if outcome is None else 0 if outcome.aggregation else state.lost + 1
+        after = RunState(number, arrays_of(result.arrays), self._carried, evaluation.get("loss"), lost)
         seconds = time.monotonic() - began
-        self._log.write(after, outcome.record(number, state.loss, seconds, **evaluation))
-        if after.lost >= self.max_lost:
+        self._log.write(after, outcome.record(number, state.loss, seconds, **evaluation) if outcome else None)
+        if outcome and lost >= self.max_lost:
             raise FedcontextError(
-                f"{after.lost} consecutive rounds were lost (max_lost {self.max_lost}), the last because "
+                f"{lost} consecutive rounds were lost (max_lost {self.max_lost}), the last because "
                 f"{outcome.reason}; excluded devices: {outcome.excluded}"
             )
         return after
-
-    def _resolve_rule(self, config: ConfigRecord) -> AnyRule:
-        if not isinstance(self.rule, AnyRule):
-            self.rule = self.rule(config)
-        if not isinstance(self.rule, AnyRule):
-            raise FedcontextError(f"the function given as rule must return a rule, got {shown(self.rule)}")
-        check_rule(self.rule, self.server)
-        return self.rule
-
-    def _probes_of(self, rule: AnyRule, cohort: int, connected: int) -> Probes:
-        if self.probes is not None:
-            return self.probes
-        return "cohort" if "differences" not in rule.needs or cohort == connected else DEFAULT_PROBES
-
-    def _identity(self, rule: AnyRule) -> dict[str, Any]:
-        """Return the settings that determine a round: a checkpoint is resumed only with the same ones."""
-        settings = asdict(self.settings)
-        del settings["min_replies"]
-        names = ("seed", "probes", "epochs", "pool", "gradient_bits")
-        own = {name: getattr(self, name) for name in names}
-        server = self.server and self.server.name
-        inside = {"rule settings": settings_in(rule), "server settings": settings_in(self.server)}
-        return {"rule": rule.name, "smoothness": rule.smoothness, "server": server, **own, **settings, **inside}
 
     def _manifest(self, rule: AnyRule, rounds: int) -> dict[str, Any]:
         """Return the settings in the first line of the records."""
@@ -328,42 +298,3 @@ class _Round:
     extras: Extras = Extras()  # noqa: RUF009
     population: int | None = None  # connected devices
     bytes_down: int = 0
-
-
-def _note(results: dict[int, MetricRecord], number: int, metrics: MetricRecord | None) -> dict[str, float]:
-    """Log the metrics of a round, add them to ``results``, and return the loss and accuracy among them."""
-    if metrics is None:
-        return {}
-    log.info("\t└──> Aggregated MetricRecord: %s", metrics)
-    results[number] = metrics
-    return loss_and_accuracy(metrics)
-
-
-def fedavg(*args: Any, **settings: Any) -> ContextualStrategy:
-    """Return a `ContextualStrategy` with all defaults around Flower's `FedAvg`, whose arguments it takes.
-
-    ``from fedcontext.flower import FedAvg`` imports it under FedAvg's name, so that only the import of an app changes.
-
-    >>> strategy = fedavg(fraction_train=0.5)
-    >>> strategy.inner.fraction_train, strategy.rule.name
-    (0.5, 'contextual memory')
-    """
-    return ContextualStrategy(FedAvg(*args, **settings))
-
-
-def contextual_fedavg(*args: Any, **settings: Any) -> ContextualStrategy:
-    """Return a `ContextualStrategy` with the paper's rule around Flower's `FedAvg`, whose arguments it takes.
-
-    The smoothness is 1 / ``lr`` of the train config, and the cohort reports its gradients.
-
-    >>> contextual_fedavg(fraction_train=0.5).inner.fraction_train
-    0.5
-    """
-    return ContextualStrategy(FedAvg(*args, **settings), rule=_contextual_of)
-
-
-def _contextual_of(config: ConfigRecord) -> Rule:
-    rate = config.get("lr", config.get("learning-rate"))
-    if not isinstance(rate, int | float):
-        raise FedcontextError("contextual_fedavg needs the learning rate: set 'lr' in the train config")
-    return contextual(smoothness=1 / positive("lr", rate))
