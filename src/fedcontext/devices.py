@@ -40,7 +40,7 @@ class Devices:
     def report(self, state: State, plan: RoundPlan, received: Replies, disturbed: bool) -> Report:
         """Return what the devices of a round send: updates, and the gradients that the rule needs.
 
-        ``disturbed`` says that faults and attacks may change the gradients, each of which is then computed alone.
+        ``disturbed``: faults or attacks may change single gradients, so their mean alone does not suffice.
         """
         devices, pool, probes = plan.devices[received.cohort], plan.pool[received.pool], plan.probes[received.probes]
         samples = self.data.train.sizes[devices]

@@ -22,7 +22,7 @@ UsageError: Any = typer.BadParameter.__base__  # of the Click that Typer imports
 
 
 class Group(TyperGroup):
-    """The program; of a long usage error the middle is left out, as in our own errors."""
+    """The program; long usage errors are shortened, as our own are."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         """Return the context of the program's own options."""

@@ -34,7 +34,7 @@ def leaderboard(
         "runs/leaderboard"
     ),
     docs: Annotated[
-        Path | None, typer.Option(help="Also write leaderboard.md here and the numbers of `recommend`.")
+        Path | None, typer.Option(help="Also write leaderboard.md here, and update the data of `recommend`.")
     ] = None,
     report: Annotated[Path | None, typer.Option(help="HTML page about the runs on test seeds.")] = None,
     jobs: Jobs = None,
@@ -100,7 +100,7 @@ def tune(
     ],
     seeds: Annotated[str, typer.Option(metavar="INTEGERS", help="Comma-separated tuning seeds.")] = "100,101",
     levels: Annotated[
-        str, typer.Option(metavar="NUMBERS", help="Accuracies; the fewest rounds to reach them win.")
+        str, typer.Option(metavar="NUMBERS", help="Target accuracies; reaching them in the fewest rounds is best.")
     ] = "0.7,0.8,0.85",
     out_dir: Out = Path("runs/tuning"),
     jobs: Jobs = None,
@@ -131,7 +131,7 @@ def tune(
 
 def recommend(
     uplink: Annotated[
-        float, typer.Option(help="Most bytes that devices may send in a round, relative to FedAvg.")
+        float, typer.Option(help="Largest number of bytes that devices may send in a round, relative to FedAvg.")
     ] = float("inf"),
     probes: Annotated[bool, typer.Option(help="Devices that do not train can send a gradient.")] = True,
     device_state: Annotated[bool, typer.Option(help="Devices can keep a model between rounds.")] = True,

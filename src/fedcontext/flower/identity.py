@@ -1,4 +1,4 @@
-"""What a run's rounds depend on: a checkpoint is resumed only by a strategy with the same."""
+"""The settings that a run's rounds depend on: a checkpoint is resumed only if they are the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedcontext.flower.exclusion import Settings
 from fedcontext.rules.base import AnyRule
 from fedcontext.rules.server import ServerOptimizer
 
-DEPTH = 8  # of functions inside functions, a guard against those that refer to themselves
+DEPTH = 8  # of nested closures; the limit ends recursion on those that refer to themselves
 
 
 def run_identity(
@@ -30,8 +30,8 @@ def run_identity(
 def settings_in(value: Any, depth: int = DEPTH) -> Any:
     """Return the settings inside a rule or an optimiser as JSON: values that its functions were made with.
 
-    `contextual_memory(settings)` and ``fedadam(lr)`` return functions that remember their arguments, and so do rules of
-    users: their name alone would not tell two settings apart.
+    `contextual_memory(settings)` and ``fedadam(lr)`` return closures over their arguments, and so do rules of users: the
+    same name does not imply the same settings.
 
     >>> from fedcontext.rules.server import fedavgm
     >>> settings_in(fedavgm(momentum=0.5).update)
@@ -44,7 +44,7 @@ def settings_in(value: Any, depth: int = DEPTH) -> Any:
     if depth == 0:
         return "..."
     if isinstance(value, FunctionType):
-        return _in_mapping(_remembered(value), depth)
+        return _in_mapping(_closure(value), depth)
     if isinstance(value, partial):
         return settings_in([value.func, value.args, value.keywords], depth)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -61,8 +61,8 @@ def _in_mapping(values: Mapping[Any, Any], depth: int) -> dict[str, Any]:
     return {str(name): settings_in(value, depth - 1) for name, value in values.items()}
 
 
-def _remembered(function: FunctionType) -> dict[str, Any]:
-    """Return the variables of the function around it, and its defaults."""
+def _closure(function: FunctionType) -> dict[str, Any]:
+    """Return the closure variables and the defaults of a function."""
     names, cells = function.__code__.co_freevars, function.__closure__ or ()
     known = {name: _content(cell) for name, cell in zip(names, cells, strict=True)}
     defaults = {f"default {index}": value for index, value in enumerate(function.__defaults__ or ())}

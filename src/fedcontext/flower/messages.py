@@ -143,12 +143,12 @@ def parse_replies(
     params: Arrays,
     extras: Extras,
     device_of: Callable[[int], int | None],
-    samples_key: str = SAMPLES,
+    samples_key: str,
 ) -> tuple[list[Reply], dict[int, str]]:
     """Return the replies in the order of the tasks, and the reason for each device that is excluded.
 
-    ``sent`` maps message ids to tasks. Replies are matched by message id, since error replies may not name their node; one
-    that another device sent is not taken for the answer.
+    ``sent`` maps message ids to tasks. Replies are matched by message id, since error replies may not name their node; a
+    reply to another device's message is not used.
     """
     received: dict[str, list[Message]] = {identity: [] for identity in sent}
     parsed, excluded = [], dict[int, str]()
@@ -177,13 +177,13 @@ def _parse(task: Task, replies: Sequence[Message], params: Arrays, extras: Extra
     content, codes = replies[0].content, extras.codes.codes(task.device)
     update = _update(content, params) if task.group else None
     gradient = read_vector(content, GRADIENT, params, codes[GRADIENT]) if task.gradient else None
-    probes_again = task.probe and extras.previous is not None
-    difference = read_vector(content, DIFFERENCE, params, codes[DIFFERENCE]) if probes_again else None
+    wants_difference = task.probe and extras.previous is not None
+    difference = read_vector(content, DIFFERENCE, params, codes[DIFFERENCE]) if wants_difference else None
     if task.group and update is None:
         raise FedcontextError("gradient but no update" if gradient else "no update")
     if task.gradient and gradient is None:
         raise FedcontextError(f"{'update but ' if update else ''}no gradient: {HELPERS}")
-    if probes_again and difference is None:
+    if wants_difference and difference is None:
         raise FedcontextError(f"no gradient difference: {HELPERS} of this version")
     samples = metric(content, samples_key, SAMPLES)
     if not 0 < samples <= MAX_SAMPLES:
@@ -192,7 +192,7 @@ def _parse(task: Task, replies: Sequence[Message], params: Arrays, extras: Extra
 
 
 def _update(content: RecordDict, params: Arrays) -> Arrays | None:
-    """Return the update, or what a stock client's new weights amount to: new - old."""
+    """Return the update; of a stock client, which sends new weights, it is new - old."""
     if UPDATE in content.array_records:
         return arrays_of(content.array_records[UPDATE])
     weights = [record for key, record in content.array_records.items() if key not in (GRADIENT, DIFFERENCE)]

@@ -72,7 +72,7 @@ def usable_evaluations(
     replies: Iterable[Message],
     device_of: Callable[[int], int | None],
     samples_key: str,
-    defences: Defences | None = None,
+    defences: Defences | None,
 ) -> list[Message]:
     """Return the evaluation replies with finite metrics of the most common form, sorted by device, then the errors.
 
@@ -85,9 +85,7 @@ def usable_evaluations(
     return good + [reply for reply in replies if reply.has_error()]
 
 
-def usable_metrics(
-    contents: Sequence[RecordDict], samples_key: str, defences: Defences | None = None
-) -> list[RecordDict]:
+def usable_metrics(contents: Sequence[RecordDict], samples_key: str, defences: Defences | None) -> list[RecordDict]:
     """Return the contents whose metrics are finite and of the most common form, with sample counts capped."""
     finite = [content for content in contents if _has_finite_metrics(content, samples_key)]
     common = Counter(map(_form, finite)).most_common(1)

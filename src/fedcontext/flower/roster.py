@@ -18,10 +18,10 @@ log = logging.getLogger("flwr")
 CLIENT_APP_RAISED = 2  # Flower's error code for an exception in a ClientApp
 WHOAMI_TIMEOUT = 30  # seconds; the query needs no computation
 WHOAMI_ATTEMPTS = 3  # rounds without a reply after which a node is identified by its node id
-MAX_LOOKS = 10  # at an unchanged snapshot, after which a strategy must be waiting for more nodes
+MAX_CALLS = 10  # of get_node_ids in one round; a strategy that exceeds them is waiting for more nodes
 
 
-def wait_for_nodes(grid: Grid, minimum: int, timeout: float, pause: float = 0.5) -> list[int]:
+def wait_for_nodes(grid: Grid, minimum: int, timeout: float) -> list[int]:
     """Return the ids of all connected nodes once there are at least ``minimum``."""
     deadline = time.monotonic() + timeout
     while len(nodes := sorted(grid.get_node_ids())) < minimum:
@@ -31,7 +31,7 @@ def wait_for_nodes(grid: Grid, minimum: int, timeout: float, pause: float = 0.5)
                 f"at least {minimum} nodes must be connected, got {len(nodes)} after {timeout:g} s: "
                 "start more nodes, or increase node_timeout"
             )
-        time.sleep(min(pause, left))
+        time.sleep(min(0.5, left))
     return nodes
 
 
@@ -92,12 +92,15 @@ def snapshot(grid: Grid, nodes: Sequence[int]) -> Grid:
 
 class _Snapshot:
     def __init__(self, grid: Grid, nodes: Sequence[int]) -> None:
-        self._grid, self._nodes, self._looks = grid, list(nodes), 0
+        self._grid, self._nodes, self._calls = grid, list(nodes), 0
 
     def get_node_ids(self) -> list[int]:
-        self._looks += 1
-        if self._looks > MAX_LOOKS:
-            raise FedcontextError(f"the wrapped strategy waits for more nodes than the {len(self._nodes)} connected")
+        self._calls += 1
+        if self._calls > MAX_CALLS:
+            raise FedcontextError(
+                f"the wrapped strategy waits for more nodes than the {len(self._nodes)} connected: "
+                "start more nodes, or lower its min_available_nodes"
+            )
         return list(self._nodes)
 
     def __getattr__(self, name: str) -> Any:

@@ -46,9 +46,9 @@ class RunLog:
 
     @contextmanager
     def open(self, initial: Arrays, identity: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[RunState]:
-        """Yield the state to start from, and hold the files against other processes meanwhile.
+        """Yield the state to start from, with the files locked against other processes.
 
-        Raises `FedcontextError` if the checkpoint was made with another ``identity``: its rounds would not be this run's.
+        Raises `FedcontextError` if the checkpoint was made with other settings (``identity``).
         """
         self._manifest, self._identity = dict(settings), json.loads(json.dumps(identity, default=str))
         with ExitStack() as stack:
