@@ -38,17 +38,22 @@ def images() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return pictures[:20_000], truth[:20_000], pictures[20_000:], truth[20_000:]
 
 
+class Images(TensorDataset):
+    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, ...]:
+        return self[indices]  # a batch at once: to stack single images takes as long as to train on them
+
+
 @cache
-def partition(partition_id: int, num_partitions: int, seed: int, samples: int) -> TensorDataset:
+def partition(partition_id: int, num_partitions: int, seed: int, samples: int) -> Images:
     inputs, labels, *_ = images()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))[:samples]
     own = order[partition_id::num_partitions]
-    return TensorDataset(inputs[own], labels[own])
+    return Images(inputs[own], labels[own])
 
 
 def load_data(partition_id: int, num_partitions: int, batch_size: int) -> tuple[DataLoader, None]:
     data = partition(partition_id, num_partitions, SEED, SAMPLES)
-    return DataLoader(data, batch_size=batch_size, shuffle=True), None
+    return DataLoader(data, batch_size=batch_size, shuffle=True, collate_fn=tuple), None
 
 
 def train(net: nn.Module, loader: DataLoader, epochs: int, lr: float) -> float:
