@@ -18,6 +18,7 @@ HUGE = float(np.finfo(np.float32).max) / 4
 SETTINGS = {
     "dataset": "ten",
     "rounds": 10,
+    "epochs": (1, 5),
     "learning_rate": 0.05,
     "probes": "cohort",
     "engine": "reference",

@@ -22,6 +22,9 @@ from fedcontext.stress.publication import publish
 WITHOUT_GRADIENTS = ("mean", "by samples", "FedAdam", "Krum", "median", "FLTrust")
 
 
+pytestmark = pytest.mark.xdist_group("stress")  # `results` are made once, in one process
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     tasks, conditions = select([], quick=True)
