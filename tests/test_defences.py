@@ -117,6 +117,14 @@ def test_of_two_devices_neither_is_left_out_for_its_length():
     assert list(fc.aggregate(np.zeros(2), three, rule=fc.mean()).excluded) == ["liar"]
 
 
+def test_two_short_vectors_of_four_do_not_make_the_others_outliers():
+    lengths = {"a": 1e-4, "b": 1e-4, "c": 1.0, "d": 2.0}
+    updates = {name: length * np.eye(4)[row] for row, (name, length) in enumerate(lengths.items())}
+    assert fc.aggregate(np.zeros(4), updates, rule=fc.mean()).excluded == {}
+    result = fc.aggregate(np.zeros(4), {**updates, "d": np.full(4, 1e30)}, rule=fc.mean())
+    assert list(result.excluded) == ["d"]
+
+
 def test_the_step_of_a_contextual_rule_does_not_feel_the_lengths_of_updates():
     random = np.random.default_rng(0)
     updates, gradient = random.standard_normal((10, 30)), random.standard_normal(30)

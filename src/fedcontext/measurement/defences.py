@@ -64,8 +64,22 @@ def lower_median(values: FloatArray) -> float:
     >>> lower_median(np.array([1.0, 1e30])), lower_median(np.array([0.0, 3.0, np.nan, 2.0, 5.0]))
     (1.0, 3.0)
     """
-    usable = np.sort(values[np.isfinite(values) & (values > 0)])
+    usable = _usable(values)
     return float(usable[(len(usable) - 1) // 2]) if len(usable) else 0.0
+
+
+def upper_median(values: FloatArray) -> float:
+    """Return the upper median of the positive, finite values; 0 if there are none.
+
+    >>> upper_median(np.array([1.0, 4.0])), upper_median(np.array([0.0, 3.0, np.nan, 2.0, 5.0]))
+    (4.0, 3.0)
+    """
+    usable = _usable(values)
+    return float(usable[len(usable) // 2]) if len(usable) else 0.0
+
+
+def _usable(values: FloatArray) -> FloatArray:
+    return np.sort(values[np.isfinite(values) & (values > 0)])
 
 
 def capped(counts: FloatArray, multiple: float) -> FloatArray:

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from fedcontext.arrays.tree import SCRATCH, BoolArray, FloatArray, Leaves, all_finite, leaf_name
-from fedcontext.measurement.defences import OFF, Defences, NoneUsable, capped, lower_median
+from fedcontext.measurement.defences import OFF, Defences, NoneUsable, capped, lower_median, upper_median
 from fedcontext.measurement.geometry import Geometry, Name, Products, Vectors, norms_of, shares
 
 FEWEST = 3  # vectors that are not zero among which one can be an outlier
@@ -69,13 +69,17 @@ class SentVectors:
 
     @property
     def outliers(self) -> dict[Name, str]:
-        """Whose vector is an outlier among at least three: of two, nobody knows which is wrong."""
-        if np.count_nonzero(self.norms > 0) < FEWEST:
+        """Whose vector is an outlier among at least three: of two, nobody knows which is wrong.
+
+        They are compared with the upper median, as two short vectors of four do not make the other two outliers.
+        """
+        if np.count_nonzero(self.norms > 0) < FEWEST or not self.outlier:
             return {}
+        shares = self.norms / upper_median(self.norms)
         return {
             name: f"{self.kind}: its norm is {share:.3g} times the median, more than {self.outlier:g}"
-            for name, share in zip(self.names, self.shares, strict=True)
-            if self.outlier and share > self.outlier
+            for name, share in zip(self.names, shares, strict=True)
+            if share > self.outlier
         }
 
     @property
