@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ PUBLISHED = MemorySettings(  # the prototype's directions and constants
     anchor=0.3,
     growth=8,
     trust_growth=2,
+    evidence_decay=0,
     stretch=2,
     power=1,
     largest=20,
@@ -118,6 +120,37 @@ def test_several_aggregators_take_the_step_of_one(seed, parts):
         step, memory, _ = memory_step(whole, memory, MemorySettings(), 20)
         np.testing.assert_allclose(ours, step, rtol=1e-7, atol=1e-12)
         last, w = w, w + step
+
+
+def test_what_reversed_gradients_left_in_the_memory_is_forgotten_when_they_are_found():
+    """The first round cannot tell them; the second round that finds one must not keep the first round's gradients."""
+    problem, w = Quadratic(3), np.zeros(60)
+    _, updates, gradients, _ = problem.round(w, None)
+    step, memory, _ = memory_step(summed(updates, -gradients, None), None, MemorySettings(), 40)
+    for found, forgotten in ((1, True), (0, False)):
+        _, updates, gradients, differences = problem.round(w + step, w)
+        sums = summed(updates, gradients, differences)
+        sums.reversed = found
+        _, after, _ = memory_step(sums, memory, MemorySettings(), 40)
+        assert np.allclose(after.gradient, sums.mean_gradient) is forgotten
+    sums.reversed = 1  # found before: the memory is clean, and is kept
+    again = memory_step(sums, replace(after, reversed=1), MemorySettings(), 40)[1]
+    assert not np.allclose(again.gradient, sums.mean_gradient)
+
+
+def test_one_round_against_many_shrinks_the_limits_less_than_one_alone():
+    """A single round's evidence is noisy: what earlier rounds said counts too."""
+    problem, w, last, memory = Quadratic(5), np.zeros(60), None, None
+    for _ in range(6):
+        _, updates, gradients, differences = problem.round(w, last)
+        step, memory, _ = memory_step(summed(updates, gradients, differences), memory, MemorySettings(), 40)
+        last, w = w, w + step
+    _, updates, gradients, differences = problem.round(w, last)
+    against = summed(updates, gradients + 10 * memory.step, differences)  # a loss that rises along the last step
+    helped = replace(memory, evidence=np.array([[-1.8, 1.9], [-1.8, 1.9]]))
+    alone = replace(memory, evidence=np.zeros((2, 2)))
+    kept, shrunk = (memory_step(against, each, MemorySettings(), 40)[1] for each in (helped, alone))
+    assert kept.trust > shrunk.trust
 
 
 @given(seed=st.integers(0, 10_000), size=st.integers(1, 4))

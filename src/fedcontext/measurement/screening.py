@@ -110,6 +110,7 @@ class Screened:
     probe_weights: FloatArray | None  # (P,) capped
     excluded: dict[Name, str]
     clipped: dict[Name, str]
+    reversed: int = 0  # probes whose gradients are not used as they look reversed
 
     @property
     def devices(self) -> BoolArray:
@@ -191,6 +192,7 @@ def screen(
         probe_weights=None if weights is None else capped(weights, most),
         excluded=excluded,
         clipped=_joined(notes),
+        reversed=len(concave),
     )
 
 

@@ -40,12 +40,13 @@ class MemorySettings:
     floor: float = (
         0.1  # least gain of the gradient estimate; twice it is the least coefficient of d, half of it the least anchor
     )
-    least_trust: float = 0.15  # lower limit of the trust, the factor of the longest step
+    least_trust: float = 0.3  # lower limit of the trust, the factor of the longest step
     reach: float = 3.0  # the model's minimiser is cut to reach x trust x R, R the larger of ‖d‖ and its running mean
     momentum: float = 0.8  # largest multiple of the previous step
     anchor: float = 0.6  # first limit of ‖step - d‖ / R
     growth: float = 16.0  # factor by which one round's evidence can move that limit
     trust_growth: float = 4.0  # the same for trust
+    evidence_decay: float = 0.5  # share of the past rounds' evidence that a round keeps: a single round's is noisy
     stretch: float = 4.0  # and to so many times the length of the last step, or to that of d if it is longer
     power: float = 1.25  # of the root mean square of past gradients that divides d and shapes the curvature
     damping: float = 0.3  # share of a direction's curvature that a secant update keeps at least
@@ -76,6 +77,8 @@ class Memory:
     length: float  # running mean of ‖d‖
     trust: float  # ρ
     anchor: float  # τ
+    reversed: int  # gradients left out as reversed so far
+    evidence: FloatArray  # (2, 2) on steps and on deviations: decayed sum, and sum of its weights
 
 
 def contextual_memory(settings: MemorySettings | None = None) -> SumRule:
@@ -144,7 +147,9 @@ def memory_step(
     lengths = np.array([_norm(vector) for vector in unit])
     unit /= lengths[:, None]
 
-    trust = _adapted(memory.trust, settings.trust_growth, g, y, memory.step, settings.least_trust, settings.largest)
+    moves = zip(memory.evidence, (memory.step, memory.deviation), strict=True)
+    evidence = np.stack([_evidence(past, g, y, move, settings.evidence_decay) for past, move in moves])
+    trust = _adapted(memory.trust, settings.trust_growth, evidence[0], settings.least_trust, settings.largest)
     bend = dot(y, memory.step)  # <y, s>: positive where the loss was convex along the last step
     fit = _curvature_fit(memory, y, u, settings) if bend > 0 else (memory.normal, memory.right, memory.curvature)
     slopes = _along(unit, m)
@@ -157,14 +162,18 @@ def memory_step(
     length = settings.decay * memory.length + (1 - settings.decay) * lengths[MEAN]
     reference = max(lengths[MEAN], length)
     limit = min(settings.reach * trust * reference, max(settings.stretch * lengths[PREVIOUS], lengths[MEAN]))
-    anchor = _adapted(memory.anchor, settings.growth, g, y, memory.deviation, settings.floor / 2, settings.largest)
-    most = anchor * reference
-    if not memory.deviation.any():
-        most = min(most, settings.trial * lengths[MEAN])
+    if memory.deviation.any():
+        anchor = _adapted(memory.anchor, settings.growth, evidence[1], settings.floor / 2, settings.largest)
+        most = anchor * reference
+    else:
+        anchor = memory.anchor
+        most = min(anchor * reference, settings.trial * lengths[MEAN])
     deviation = _shortened(_shortened(_combined(x, unit), limit) - d, most)
     if _norm(deviation) <= ROUNDING * reference:
         deviation = np.zeros_like(d)  # rounding errors are no evidence for the anchor
-    after = Memory(m, error, v, d + deviation, deviation, unit, slopes, hits, squares, *fit, length, trust, anchor)
+    found = memory.reversed + sums.reversed
+    model = (unit, slopes, hits, squares, *fit)
+    after = Memory(m, error, v, d + deviation, deviation, *model, length, trust, anchor, found, evidence)
     info = {"trust": trust, "anchor": anchor, "mean": dot(after.step, unit[MEAN]) / lengths[MEAN], "convex": bend > 0}
     return after.step, after, info
 
@@ -193,6 +202,8 @@ def _first_step(sums: Sums, settings: MemorySettings, population: float) -> tupl
         length=length,
         trust=1.0,
         anchor=settings.anchor,
+        reversed=sums.reversed,
+        evidence=np.zeros((2, 2)),
     )
     return d, memory, {"trust": 1.0, "anchor": settings.anchor, "mean": 1.0, "convex": True}
 
@@ -209,27 +220,34 @@ def _gradient_estimate(
     """Return m = (m' + ȳ) + a (ḡ - m' - ȳ), and its expected squared error.
 
     The prior m' + ȳ errs by P' + Var(ȳ), the fresh mean ḡ by Var(ḡ); the gain a weighs the two as a Kalman filter does.
+    Where reversed gradients are found for the first time the prior is forgotten: they are found by differences, which the
+    first round does not have, so its gradients are in the prior as they came.
     """
-    drift = memory.error + sums.difference_error(population)
-    noise = sums.gradient_error(population)
+    drift, noise = memory.error + sums.difference_error(population), sums.gradient_error(population)
+    if sums.reversed and not memory.reversed:
+        return sums.mean_gradient, noise
     gain = float(np.clip(drift / (drift + noise + TINY), settings.floor, 1))
     m = prior + gain * (sums.mean_gradient - prior)
     return m, (1 - gain) ** 2 * drift + gain**2 * noise
 
 
-def _adapted(
-    value: float, growth: float, g: FloatArray, y: FloatArray, move: FloatArray, least: float, most: float
-) -> float:
-    """Return a limit scaled by the evidence of fresh gradients on the last ``move``.
+def _evidence(past: FloatArray, g: FloatArray, y: FloatArray, move: FloatArray, decay: float) -> FloatArray:
+    """Return (2,) the decayed sum of the evidence of fresh gradients on the last ``move``, and that of its weights.
 
-    With slopes σ₁ = <ḡ, move> after it and σ₀ = σ₁ - <ȳ, move> before it, the factor is growth^(-σ₁ / (|σ₁| + |σ₀|)): the
-    limit grows where the loss still falls along the move, and shrinks where the move went too far.
+    With slopes σ₁ = <ḡ, move> after the move and σ₀ = σ₁ - <ȳ, move> before it, it is σ₁ / (|σ₁| + |σ₀|): negative where the
+    loss still falls along the move, positive where the move went too far. A move of zero says nothing.
     """
     if not move.any():
-        return value
+        return past
     after = dot(g, move)
     before = after - dot(y, move)
-    return float(np.clip(value * growth ** (-after / (abs(after) + abs(before) + TINY)), least, most))
+    return np.asarray(decay * past + [after / (abs(after) + abs(before) + TINY), 1.0])
+
+
+def _adapted(value: float, growth: float, evidence: FloatArray, least: float, most: float) -> float:
+    """Return a limit multiplied by growth^-e, with e the mean evidence."""
+    total, weight = evidence
+    return float(np.clip(value * growth ** (-total / max(weight, TINY)), least, most))
 
 
 def _curvature_fit(
