@@ -76,24 +76,32 @@ def chromium():
         browser.close()
 
 
+@pytest.fixture(scope="session")
+def window(chromium):
+    """One window, of which each page is a tab: to open a window takes as long as to draw most of a page."""
+    context = chromium.new_context(permissions=["clipboard-read", "clipboard-write"])
+    context.new_page()  # keeps the window open
+    yield context
+    context.close()
+
+
 @pytest.fixture
-def open_page(chromium):
+def open_page(window):
     """Open a file at a width and in a colour scheme; anything on the console or from the network fails the test.
 
     `script` runs before the page's own; a message with `expected` in it may be on the console.
     """
-    contexts, complaints = [], []
+    pages, complaints = [], []
 
     def watch(request) -> None:
         if not request.url.startswith(("file:", "data:", "blob:")):
             complaints.append(f"asked the network for {request.url}")
 
-    def opened(
-        path: Path, width: int = 1400, scheme: str = "light", script: str = "", expected: str | None = None, **options
-    ):
-        context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, **options)
-        contexts.append(context)
-        page = context.new_page()
+    def opened(path: Path, width: int = 1400, scheme: str = "light", script: str = "", expected: str | None = None):
+        page = window.new_page()
+        pages.append(page)
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(color_scheme=scheme)
         page.add_init_script(script)
         wrong = lambda message: expected is None or expected not in message.text  # noqa: E731
         page.on("console", lambda message: complaints.append(message.text) if wrong(message) else None)
@@ -105,6 +113,6 @@ def open_page(chromium):
         return page
 
     yield opened
-    for context in contexts:
-        context.close()
+    for page in pages:
+        page.close()
     assert complaints == []

@@ -253,7 +253,7 @@ def test_no_rule_of_accessibility_is_broken(open_page, report: Path, scheme: str
 
 
 def test_the_settings_can_be_copied(open_page, report: Path) -> None:
-    page = open_page(report, permissions=["clipboard-read", "clipboard-write"])
+    page = open_page(report)
     page.get_by_role("button", name="Copy").click()
     page.get_by_role("button", name="Copied").wait_for()
     assert "synthetic-1-1" in page.evaluate("navigator.clipboard.readText()")
