@@ -120,7 +120,8 @@ def test_of_two_devices_neither_is_left_out_for_its_length():
 def test_two_short_vectors_of_four_do_not_make_the_others_outliers():
     lengths = {"a": 1e-4, "b": 1e-4, "c": 1.0, "d": 2.0}
     updates = {name: length * np.eye(4)[row] for row, (name, length) in enumerate(lengths.items())}
-    assert fc.aggregate(np.zeros(4), updates, rule=fc.mean()).excluded == {}
+    result = fc.aggregate(np.zeros(4), updates, rule=fc.mean())
+    assert (result.excluded, set(result.clipped)) == ({}, {"c", "d"})
     result = fc.aggregate(np.zeros(4), {**updates, "d": np.full(4, 1e30)}, rule=fc.mean())
     assert list(result.excluded) == ["d"]
 
@@ -162,6 +163,8 @@ def test_a_reversed_gradient_is_not_used_by_the_rule_with_memory():
         result = fc.aggregate(w, updates, rule=fc.contextual_memory(), **given)
         assert result.excluded == {}
         assert set(result.clipped) == ({3} if number else set())
+        honest = np.mean([gradients[k] for k in gradients if k != 3], axis=0)
+        assert np.allclose(result.state["gradient"], honest) is (number > 0)
         last, state, w = w, result.state, result.params
 
 

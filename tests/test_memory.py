@@ -122,7 +122,11 @@ def test_several_aggregators_take_the_step_of_one(seed, parts):
         last, w = w, w + step
 
 
-def test_what_reversed_gradients_left_in_the_memory_is_forgotten_when_they_are_found():
+def test_probes_left_out_are_counted_over_all_aggregators():
+    assert (Sums(2, concave=1) + Sums(2, concave=2)).concave == 3
+
+
+def test_the_gradient_estimate_starts_again_when_reversed_gradients_are_first_found():
     """The first round cannot tell them; the second round that finds one must not keep the first round's gradients."""
     problem, w = Quadratic(3), np.zeros(60)
     _, updates, gradients, _ = problem.round(w, None)
@@ -130,11 +134,11 @@ def test_what_reversed_gradients_left_in_the_memory_is_forgotten_when_they_are_f
     for found, forgotten in ((1, True), (0, False)):
         _, updates, gradients, differences = problem.round(w + step, w)
         sums = summed(updates, gradients, differences)
-        sums.reversed = found
+        sums.concave = found
         _, after, _ = memory_step(sums, memory, MemorySettings(), 40)
         assert np.allclose(after.gradient, sums.mean_gradient) is forgotten
-    sums.reversed = 1  # found before: the memory is clean, and is kept
-    again = memory_step(sums, replace(after, reversed=1), MemorySettings(), 40)[1]
+    sums.concave = 1  # found before: the memory is clean, and is kept
+    again = memory_step(sums, replace(after, concave=1), MemorySettings(), 40)[1]
     assert not np.allclose(again.gradient, sums.mean_gradient)
 
 
@@ -146,11 +150,21 @@ def test_one_round_against_many_shrinks_the_limits_less_than_one_alone():
         step, memory, _ = memory_step(summed(updates, gradients, differences), memory, MemorySettings(), 40)
         last, w = w, w + step
     _, updates, gradients, differences = problem.round(w, last)
-    against = summed(updates, gradients + 10 * memory.step, differences)  # a loss that rises along the last step
-    helped = replace(memory, evidence=np.array([[-1.8, 1.9], [-1.8, 1.9]]))
-    alone = replace(memory, evidence=np.zeros((2, 2)))
-    kept, shrunk = (memory_step(against, each, MemorySettings(), 40)[1] for each in (helped, alone))
-    assert kept.trust > shrunk.trust
+    for move, limit in ((memory.step, "trust"), (memory.deviation, "anchor")):
+        against = summed(updates, gradients + 10 * move, differences)  # a loss that rises along the last move
+        kept, shrunk = (memory_step(against, memory, MemorySettings(evidence_decay=d), 40)[1] for d in (0.5, 0))
+        assert getattr(kept, limit) > getattr(shrunk, limit)
+
+
+def test_rounds_without_a_step_leave_the_limits_as_they_are():
+    problem, w, last, memory = Quadratic(5), np.zeros(60), None, None
+    for _ in range(4):
+        _, updates, gradients, differences = problem.round(w, last)
+        step, memory, _ = memory_step(summed(updates, gradients, differences), memory, MemorySettings(), 40)
+        last, w = w, w + step
+    still = replace(memory, step=np.zeros(60), deviation=np.zeros(60))
+    after = memory_step(summed(updates, gradients, 0 * differences), still, MemorySettings(), 40)[1]
+    assert (after.trust, after.anchor) == (memory.trust, memory.anchor)
 
 
 @given(seed=st.integers(0, 10_000), size=st.integers(1, 4))

@@ -148,7 +148,7 @@ class Experiment:
     outlier: float = setting(
         SAFE.outlier,
         number(),
-        "Devices whose gradient or update is longer than this multiple of the median are left out, as for NaN; 0 disables",
+        "Devices whose gradient or update is longer than this multiple of the upper median are left out, as for NaN; 0 disables",
     )
     fleet: str = setting("edge", one_of(PROFILES), "Speeds and links of the devices")
     deadline: float = setting(0, number(), "Seconds after which a round ends; 0 waits for every device")

@@ -167,7 +167,7 @@ class Simulation:
         return result, _by_device(result.excluded)
 
     def _after(self, state: State, report: Report, result: Aggregation) -> State:
-        """Return the state with the rule's step applied, after control variates and the server optimiser."""
+        """Return the state after the round: the rule's step is applied as it is, or as `server_step` changes it."""
         differences = "differences" in self.algorithm.rule.needs
         keeps = differences or (self.disturbance is not None and self.disturbance.needs_previous)
         if changes_step(self.algorithm):

@@ -45,7 +45,10 @@ def changes_step(algorithm: Algorithm) -> bool:
 def server_step(
     algorithm: Algorithm, buffers: Collection[str], state: State, report: Report, result: Aggregation
 ) -> State:
-    """Return ``state`` after the rule's step as control variates, then the server optimiser, change it; buffers are averaged."""
+    """Return ``state`` with new params, variates and optimiser state.
+
+    Control variates, then the server optimiser, change the rule's step; buffers are averaged.
+    """
     step, variates, server = result.step, state.variates, state.server
     if algorithm.variates:
         variates = _next_variates(algorithm, buffers, state, report, result.screened.factors)

@@ -130,9 +130,7 @@ def tune(
 
 
 def recommend(
-    uplink: Annotated[
-        float, typer.Option(help="Largest number of bytes that devices may send in a round, relative to FedAvg.")
-    ] = float("inf"),
+    uplink: Annotated[float, typer.Option(help="Largest uplink of a round, as a multiple of FedAvg's.")] = float("inf"),
     probes: Annotated[bool, typer.Option(help="Devices that do not train can send a gradient.")] = True,
     device_state: Annotated[bool, typer.Option(help="Devices can keep a model between rounds.")] = True,
     secure_aggregation: Annotated[

@@ -148,7 +148,7 @@ def parse_replies(
     """Return the replies in the order of the tasks, and the reason for each device that is excluded.
 
     ``sent`` maps message ids to tasks. Replies are matched by message id, since error replies may not name their node; a
-    reply to another device's message is not used.
+    reply from another device than the one the message was sent to is not used.
     """
     received: dict[str, list[Message]] = {identity: [] for identity in sent}
     parsed, excluded = [], dict[int, str]()

@@ -99,7 +99,7 @@ class _Snapshot:
         if self._calls > MAX_CALLS:
             raise FedcontextError(
                 f"the wrapped strategy waits for more nodes than the {len(self._nodes)} connected: "
-                "start more nodes, or lower its min_available_nodes"
+                "set its min_available_nodes to the number that it needs, so that the round starts when they are connected"
             )
         return list(self._nodes)
 

@@ -18,7 +18,7 @@ from fedcontext.coding import bits_for
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.experiment import checked
 from fedcontext.flower.coding import RoundCodes
-from fedcontext.flower.compatibility import checked_inner, checked_rule, resolved_rule
+from fedcontext.flower.compatibility import RuleOrFunction, checked_inner, checked_rule, resolved_rule
 from fedcontext.flower.exclusion import Aggregator, Carried, Outcome, Settings, aggregate_usable
 from fedcontext.flower.identity import run_identity
 from fedcontext.flower.messages import Extras, Pool, Task, message_for, parse_replies, plan_tasks
@@ -72,7 +72,7 @@ class ContextualStrategy(Strategy):
     def __init__(
         self,
         inner: Strategy,
-        rule: AnyRule | Callable[[ConfigRecord], AnyRule] | None = None,
+        rule: RuleOrFunction | None = None,
         probes: Probes | None = None,
         *,
         seed: int = 0,
@@ -269,7 +269,9 @@ class ContextualStrategy(Strategy):
             log.info("Global evaluation")
             evaluation |= note_metrics(result.evaluate_metrics_serverapp, number, evaluate_fn(number, result.arrays))
         outcome, self._outcome = self._outcome, None  # None if nobody was asked to train
-        lost = state.lost if outcome is None else 0 if outcome.aggregation else state.lost + 1
+        lost = state.lost
+        if outcome is not None:
+            lost = 0 if outcome.aggregation else lost + 1
         after = RunState(number, arrays_of(result.arrays), self._carried, evaluation.get("loss"), lost)
         seconds = time.monotonic() - began
         self._log.write(after, outcome.record(number, state.loss, seconds, **evaluation) if outcome else None)

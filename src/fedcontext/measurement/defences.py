@@ -1,7 +1,7 @@
 """Limits on the influence of one device, in multiples of the round's median.
 
-The median is the lower one of the positive norms that devices sent in this round, so that no device decides what is normal
-while fewer than half of them lie.
+Vectors are clipped relative to the lower median of the positive norms that devices sent in this round, and left out
+relative to the upper one: no device decides either while fewer than half of them lie.
 """
 
 from __future__ import annotations

@@ -71,15 +71,15 @@ class SentVectors:
     def outliers(self) -> dict[Name, str]:
         """Whose vector is an outlier among at least three: of two, nobody knows which is wrong.
 
-        They are compared with the upper median, as two short vectors of four do not make the other two outliers.
+        They are compared with the upper median, so that two short vectors of four do not make the other two outliers.
         """
         if np.count_nonzero(self.norms > 0) < FEWEST or not self.outlier:
             return {}
-        shares = self.norms / upper_median(self.norms)
+        multiples = self.norms / upper_median(self.norms)
         return {
-            name: f"{self.kind}: its norm is {share:.3g} times the median, more than {self.outlier:g}"
-            for name, share in zip(self.names, shares, strict=True)
-            if share > self.outlier
+            name: f"{self.kind}: its norm is {multiple:.3g} times the upper median, more than {self.outlier:g}"
+            for name, multiple in zip(self.names, multiples, strict=True)
+            if multiple > self.outlier
         }
 
     @property
@@ -110,7 +110,7 @@ class Screened:
     probe_weights: FloatArray | None  # (P,) capped
     excluded: dict[Name, str]
     clipped: dict[Name, str]
-    reversed: int = 0  # probes whose gradients are not used as they look reversed
+    concave: int = 0  # probes left out for negative curvature along the last step
 
     @property
     def devices(self) -> BoolArray:
@@ -192,7 +192,7 @@ def screen(
         probe_weights=None if weights is None else capped(weights, most),
         excluded=excluded,
         clipped=_joined(notes),
-        reversed=len(concave),
+        concave=len(concave),
     )
 
 

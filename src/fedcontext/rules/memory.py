@@ -44,7 +44,7 @@ class MemorySettings:
     reach: float = 3.0  # the model's minimiser is cut to reach x trust x R, R the larger of ‖d‖ and its running mean
     momentum: float = 0.8  # largest multiple of the previous step
     anchor: float = 0.6  # first limit of ‖step - d‖ / R
-    growth: float = 16.0  # factor by which one round's evidence can move that limit
+    growth: float = 16.0  # largest factor by which one round can change that limit
     trust_growth: float = 4.0  # the same for trust
     evidence_decay: float = 0.5  # share of the past rounds' evidence that a round keeps: a single round's is noisy
     stretch: float = 4.0  # and to so many times the length of the last step, or to that of d if it is longer
@@ -77,7 +77,7 @@ class Memory:
     length: float  # running mean of ‖d‖
     trust: float  # ρ
     anchor: float  # τ
-    reversed: int  # gradients left out as reversed so far
+    concave: int  # probes left out for negative curvature so far
     evidence: FloatArray  # (2, 2) on steps and on deviations: decayed sum, and sum of its weights
 
 
@@ -107,7 +107,10 @@ def _memory_of(state: State, size: int, settings: MemorySettings) -> Memory:
     try:
         memory = Memory(**state)
     except TypeError:
-        raise FedcontextError("state must be that of the last result of rule 'contextual memory'") from None
+        raise FedcontextError(
+            "state must be that of the last result of rule 'contextual memory'; this is of another rule or of an earlier "
+            "version: start anew"
+        ) from None
     if memory.step.size != size:
         raise FedcontextError(
             f"the state of rule 'contextual memory' is of a model with {memory.step.size} parameters, got {size}"
@@ -149,7 +152,8 @@ def memory_step(
 
     moves = zip(memory.evidence, (memory.step, memory.deviation), strict=True)
     evidence = np.stack([_evidence(past, g, y, move, settings.evidence_decay) for past, move in moves])
-    trust = _adapted(memory.trust, settings.trust_growth, evidence[0], settings.least_trust, settings.largest)
+    limits = settings.least_trust, settings.largest
+    trust = _adapted(memory.trust, settings.trust_growth, evidence[0], memory.step, *limits)
     bend = dot(y, memory.step)  # <y, s>: positive where the loss was convex along the last step
     fit = _curvature_fit(memory, y, u, settings) if bend > 0 else (memory.normal, memory.right, memory.curvature)
     slopes = _along(unit, m)
@@ -162,18 +166,17 @@ def memory_step(
     length = settings.decay * memory.length + (1 - settings.decay) * lengths[MEAN]
     reference = max(lengths[MEAN], length)
     limit = min(settings.reach * trust * reference, max(settings.stretch * lengths[PREVIOUS], lengths[MEAN]))
-    if memory.deviation.any():
-        anchor = _adapted(memory.anchor, settings.growth, evidence[1], settings.floor / 2, settings.largest)
-        most = anchor * reference
-    else:
-        anchor = memory.anchor
-        most = min(anchor * reference, settings.trial * lengths[MEAN])
+    limits = settings.floor / 2, settings.largest
+    anchor = _adapted(memory.anchor, settings.growth, evidence[1], memory.deviation, *limits)
+    most = anchor * reference
+    if not memory.deviation.any():
+        most = min(most, settings.trial * lengths[MEAN])
     deviation = _shortened(_shortened(_combined(x, unit), limit) - d, most)
     if _norm(deviation) <= ROUNDING * reference:
         deviation = np.zeros_like(d)  # rounding errors are no evidence for the anchor
-    found = memory.reversed + sums.reversed
+    concave = memory.concave + sums.concave
     model = (unit, slopes, hits, squares, *fit)
-    after = Memory(m, error, v, d + deviation, deviation, *model, length, trust, anchor, found, evidence)
+    after = Memory(m, error, v, d + deviation, deviation, *model, length, trust, anchor, concave, evidence)
     info = {"trust": trust, "anchor": anchor, "mean": dot(after.step, unit[MEAN]) / lengths[MEAN], "convex": bend > 0}
     return after.step, after, info
 
@@ -202,7 +205,7 @@ def _first_step(sums: Sums, settings: MemorySettings, population: float) -> tupl
         length=length,
         trust=1.0,
         anchor=settings.anchor,
-        reversed=sums.reversed,
+        concave=sums.concave,
         evidence=np.zeros((2, 2)),
     )
     return d, memory, {"trust": 1.0, "anchor": settings.anchor, "mean": 1.0, "convex": True}
@@ -220,11 +223,11 @@ def _gradient_estimate(
     """Return m = (m' + ȳ) + a (ḡ - m' - ȳ), and its expected squared error.
 
     The prior m' + ȳ errs by P' + Var(ȳ), the fresh mean ḡ by Var(ḡ); the gain a weighs the two as a Kalman filter does.
-    Where reversed gradients are found for the first time the prior is forgotten: they are found by differences, which the
-    first round does not have, so its gradients are in the prior as they came.
+    When probes are first left out for negative curvature the prior is dropped: reversed gradients are recognised by their
+    differences, which the first round does not have, so they may be in it.
     """
     drift, noise = memory.error + sums.difference_error(population), sums.gradient_error(population)
-    if sums.reversed and not memory.reversed:
+    if sums.concave and not memory.concave:
         return sums.mean_gradient, noise
     gain = float(np.clip(drift / (drift + noise + TINY), settings.floor, 1))
     m = prior + gain * (sums.mean_gradient - prior)
@@ -244,10 +247,12 @@ def _evidence(past: FloatArray, g: FloatArray, y: FloatArray, move: FloatArray, 
     return np.asarray(decay * past + [after / (abs(after) + abs(before) + TINY), 1.0])
 
 
-def _adapted(value: float, growth: float, evidence: FloatArray, least: float, most: float) -> float:
-    """Return a limit multiplied by growth^-e, with e the mean evidence."""
+def _adapted(value: float, growth: float, evidence: FloatArray, move: FloatArray, least: float, most: float) -> float:
+    """Return a limit multiplied by growth^-e, with e the mean evidence; unchanged after a move of zero."""
+    if not move.any():
+        return value
     total, weight = evidence
-    return float(np.clip(value * growth ** (-total / max(weight, TINY)), least, most))
+    return float(np.clip(value * growth ** (-total / weight), least, most))
 
 
 def _curvature_fit(
