@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -45,15 +44,15 @@ class Devices:
         devices, pool, probes = plan.devices[received.cohort], plan.pool[received.pool], plan.probes[received.probes]
         samples = self.data.train.sizes[devices]
         updates = self._train(state, plan, received)
-        return Report(
+        report = Report(
             updates=dict(zip(devices.tolist(), updates[: len(devices)], strict=True)),
             samples=samples,
             pool=dict(zip(pool.tolist(), updates[len(devices) :], strict=True)),
             population=self.data.population,
             distortions=self.coding.distortions,
             steps=self.algorithm.local.steps(samples, plan.epochs[received.cohort]).tolist(),
-            **self._gradients(state, plan.number, devices, probes, disturbed),
         )
+        return self._with_gradients(report, state, plan.number, devices, probes, disturbed)
 
     def _train(self, state: State, plan: RoundPlan, received: Replies) -> list[Structure]:
         """Return the updates of the cohort, then those of the pool."""
@@ -79,28 +78,28 @@ class Devices:
             terms = corrections(variates, state.variates, devices.tolist())
         return Work(self.experiment.seed, plan.number, devices, epochs, self.algorithm.local, terms)
 
-    def _gradients(
-        self, state: State, number: int, devices: IntArray, probes: IntArray, disturbed: bool
-    ) -> dict[str, Any]:
-        """Return the fields of the report that hold gradients."""
+    def _with_gradients(
+        self, report: Report, state: State, number: int, devices: IntArray, probes: IntArray, disturbed: bool
+    ) -> Report:
+        """Return the report with the gradients that the rule needs."""
         needs, own = self.algorithm.rule.needs, None
         if "own gradients" in needs:
             key = self.experiment.seed, number
             own, _ = probe_answers(self.engine, state.params, None, devices, self.coding, key)
         if "gradient" not in needs:
-            return {"own_gradients": own}
+            return replace(report, own_gradients=own)
         cohort_probes = np.array_equal(np.sort(probes), np.sort(devices))
         probes = devices if cohort_probes else probes
         by_samples = self.experiment.probe_averaging == "samples"
         weights = shares(self.data.train.sizes[probes].astype(np.float64) if by_samples else None, len(probes))
         each = "differences" in needs or not self.coding.exact or cohort_probes or disturbed
         if not each and self.experiment.defences == OFF:  # the mean alone, in one pass where all devices probe
-            return {"own_gradients": own, "gradient": self.engine.gradient(state.params, probes, weights)}
+            return replace(report, own_gradients=own, gradient=self.engine.gradient(state.params, probes, weights))
         answers, differences = self.answers(self.engine, state, number, probes)
-        fields = {"differences": differences, "probe_weights": weights}
+        report = replace(report, differences=differences, probe_weights=weights)
         if cohort_probes:
-            return {"own_gradients": answers, **fields}
-        return {"own_gradients": own, "gradients": dict(zip(probes.tolist(), answers, strict=True)), **fields}
+            return replace(report, own_gradients=answers)
+        return replace(report, own_gradients=own, gradients=dict(zip(probes.tolist(), answers, strict=True)))
 
     def answers(self, engine: Engine, state: State, number: int, devices: IntArray) -> Answers:
         """Return what these devices answer as probes, from the data of an engine."""
