@@ -52,6 +52,13 @@ FORMS = {
 }
 
 
+def test_a_stacked_array_of_updates_is_one_row_a_device():
+    updates, gradients = np.arange(12.0).reshape(4, 3), -np.eye(2, 3)
+    stacked = fc.aggregate(np.zeros(3), updates, gradients=gradients, rule=fc.contextual(2.0))
+    listed = fc.aggregate(np.zeros(3), list(updates), gradients=list(gradients), rule=fc.contextual(2.0))
+    assert np.array_equal(stacked.params, listed.params)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rule", [RULE, fc.folb(), fc.by_samples(), fc.mean()])
 def test_every_form_gives_the_same_weights_and_params(form, rule):

@@ -48,6 +48,12 @@ def same(one: object, other: object) -> bool:
     return one == other and type(one) is type(other)
 
 
+def test_a_path_can_be_a_string(tmp_path):
+    path = str(tmp_path / "run.safetensors")
+    checkpoint.save(path, np.ones(2), None, {"number": 1})
+    assert checkpoint.load(path, np.zeros(2)).facts == {"number": 1}
+
+
 @given(params=st.dictionaries(st.text(max_size=4), finite, min_size=1, max_size=3), rule=memory)
 def test_what_is_loaded_is_what_was_saved_to_the_bit(tmp_path_factory, params: dict, rule: object) -> None:
     path = tmp_path_factory.mktemp("saved") / "run.safetensors"

@@ -76,6 +76,12 @@ def test_run_prints_a_table_and_writes_records_and_the_toml_that_repeats_it(tmp_
     assert json.loads(again.stdout)["loss"] == rounds[-1].loss
 
 
+@pytest.mark.parametrize("command", [(), ("data",)])
+def test_a_group_without_a_command_prints_its_whole_help(tmp_path, command):
+    bare, asked = call(*command, cwd=tmp_path), call(*command, "--help", cwd=tmp_path)
+    assert (bare.stdout + bare.stderr).strip() == asked.stdout.strip()
+
+
 HELP = {"run": "[default: runs]", "compare": "[x>=1]", "reproduce": "[default: docs]", "report": "[required]"}
 HELP |= {
     "export": "[required]",

@@ -47,6 +47,10 @@ def close(left, right, tolerance=1e-6):
     return np.linalg.norm(left - right) <= tolerance * max(np.linalg.norm(left), np.linalg.norm(right), 1e-300)
 
 
+def test_one_need_can_be_given_as_a_word():
+    assert fc.stateless("own", lambda geometry: geometry.samples, needs="gradient").needs == {"gradient"}
+
+
 @given(problems())
 def test_null_space_and_gram_take_the_same_step(problem):
     updates, gradient, beta = problem

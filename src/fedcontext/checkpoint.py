@@ -58,7 +58,7 @@ def exists(path: Path) -> bool:
     return path.exists() or previous(path).exists()
 
 
-def save(path: Path, params: Structure, rule: Any, facts: Mapping[str, Any], after: Path | None = None) -> None:
+def save(path: Path | str, params: Structure, rule: Any, facts: Mapping[str, Any], after: Path | None = None) -> None:
     """Replace the checkpoint at ``path`` atomically; it is on disk when this returns. The last one stays `previous`.
 
     Params with NaN or infinite entries are refused. ``after`` is a file, such as the run's records, that is synced to
@@ -71,6 +71,7 @@ def save(path: Path, params: Structure, rule: Any, facts: Mapping[str, Any], aft
     >>> saved.params, saved.rule, saved.facts
     ({'w': array([1., 1.])}, (3, array([0.])), {'number': 7})
     """
+    path = Path(path)
     check_target(previous(path))
     tensors = {f"{PARAMS}{name}": _to_numpy(name, leaf) for name, leaf in leaves(params).items()}
     _check_finite(path, params)
@@ -81,12 +82,13 @@ def save(path: Path, params: Structure, rule: Any, facts: Mapping[str, Any], aft
         write_tensors(temporary, tensors, {"fedcontext": json.dumps(content)})
 
 
-def load(path: Path, like: Structure, identity: Mapping[str, Any] | None = None) -> Checkpoint:
+def load(path: Path | str, like: Structure, identity: Mapping[str, Any] | None = None) -> Checkpoint:
     """Return the checkpoint at ``path``, with params in the structure, framework and device of ``like``.
 
     If it is damaged or missing, the one before it is put in its place and loaded, with a warning. Raises an error if a
     fact is not as in ``identity``, such as a digest of the data: the rounds after it would be those of another run.
     """
+    path = Path(path)
     for file in (path, previous(path)):
         check_target(file)
     content, tensors = _read_newest(path)

@@ -226,7 +226,7 @@ def names_of(given: Structures | None, prefix: str = "") -> list[Name]:
     """
     if isinstance(given, Mapping):
         return list(given)
-    return [f"{prefix}{row}" if prefix else row for row in range(len(given or ()))]
+    return [f"{prefix}{row}" if prefix else row for row in range(0 if given is None else len(given))]
 
 
 def in_order(what: str, given: Any, owners: Sequence[Name]) -> Any:

@@ -40,7 +40,8 @@ def _short_errors() -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        error.message = shortened(error.message, LONGEST_USAGE)
+        if type(error).__name__ != "NoArgsIsHelpError":  # its message is the whole help
+            error.message = shortened(error.message, LONGEST_USAGE)
         raise
 
 

@@ -92,7 +92,7 @@ def _check_needs(name: str, needs: frozenset[Need]) -> None:
 def stateless(
     name: str,
     weigh: Callable[[Geometry], FloatArray],
-    needs: tuple[Need, ...] = (),
+    needs: Need | tuple[Need, ...] = (),
     smoothness: float | None = None,
     scale_free: bool = False,
 ) -> Rule:
@@ -105,4 +105,5 @@ def stateless(
     array([1., 0., 0.])
     """
     beta = None if smoothness is None else positive("smoothness", smoothness)
+    needs = (needs,) if isinstance(needs, str) else needs
     return Rule(name, lambda geometry, state: (weigh(geometry), state), frozenset(needs), beta, scale_free=scale_free)
