@@ -142,14 +142,19 @@ def test_the_gradient_estimate_starts_again_when_reversed_gradients_are_first_fo
     assert not np.allclose(again.gradient, sums.mean_gradient)
 
 
+def after_rounds(count):
+    """Return the memory after some rounds on ``Quadratic(5)``, and what devices send in the next one."""
+    problem, w, last, memory = Quadratic(5), np.zeros(60), None, None
+    for _ in range(count):
+        _, *sent = problem.round(w, last)
+        step, memory, _ = memory_step(summed(*sent), memory, MemorySettings(), 40)
+        last, w = w, w + step
+    return memory, problem.round(w, last)
+
+
 def test_one_round_against_many_shrinks_the_limits_less_than_one_alone():
     """A single round's evidence is noisy: what earlier rounds said counts too."""
-    problem, w, last, memory = Quadratic(5), np.zeros(60), None, None
-    for _ in range(6):
-        _, updates, gradients, differences = problem.round(w, last)
-        step, memory, _ = memory_step(summed(updates, gradients, differences), memory, MemorySettings(), 40)
-        last, w = w, w + step
-    _, updates, gradients, differences = problem.round(w, last)
+    memory, (_, updates, gradients, differences) = after_rounds(6)
     for move, limit in ((memory.step, "trust"), (memory.deviation, "anchor")):
         against = summed(updates, gradients + 10 * move, differences)  # a loss that rises along the last move
         kept, shrunk = (memory_step(against, memory, MemorySettings(evidence_decay=d), 40)[1] for d in (0.5, 0))
@@ -157,11 +162,7 @@ def test_one_round_against_many_shrinks_the_limits_less_than_one_alone():
 
 
 def test_rounds_without_a_step_leave_the_limits_as_they_are():
-    problem, w, last, memory = Quadratic(5), np.zeros(60), None, None
-    for _ in range(4):
-        _, updates, gradients, differences = problem.round(w, last)
-        step, memory, _ = memory_step(summed(updates, gradients, differences), memory, MemorySettings(), 40)
-        last, w = w, w + step
+    memory, (_, updates, gradients, differences) = after_rounds(4)
     still = replace(memory, step=np.zeros(60), deviation=np.zeros(60))
     after = memory_step(summed(updates, gradients, 0 * differences), still, MemorySettings(), 40)[1]
     assert (after.trust, after.anchor) == (memory.trust, memory.anchor)

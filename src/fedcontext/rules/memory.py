@@ -15,7 +15,6 @@ root mean square of the gradients so far, relative to its mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +24,10 @@ from fedcontext.arrays.tree import FloatArray
 from fedcontext.errors import FedcontextError
 from fedcontext.measurement.sums import Sums, dot
 from fedcontext.rules.base import State, SumRule
+from fedcontext.rules.curvature import TINY, along, fitted, gram, norm, with_secant
 from fedcontext.rules.quadratic import minimise_in_box
 
 MEAN, SCALED, PREVIOUS, GRADIENT, SCALED_GRADIENT = range(5)  # rows of the directions d, p, s, -m, q
-TINY = 1e-30  # keeps divisions defined
 ROUNDING = 1e-12  # deviations from d below this share of its length count as none
 
 
@@ -147,7 +146,7 @@ def memory_step(
     u = _metric(v, settings.power)
     scale = 1 / (u + settings.smallest)
     unit = np.stack([d, d * scale, memory.step, -m, *([-m * scale] if settings.scaled_gradient else [])])
-    lengths = np.array([_norm(vector) for vector in unit])
+    lengths = np.array([norm(vector) for vector in unit])
     unit /= lengths[:, None]
 
     moves = zip(memory.evidence, (memory.step, memory.deviation), strict=True)
@@ -155,8 +154,9 @@ def memory_step(
     limits = settings.least_trust, settings.largest
     trust = _adapted(memory.trust, settings.trust_growth, evidence[0], memory.step, *limits)
     bend = dot(y, memory.step)  # <y, s>: positive where the loss was convex along the last step
-    fit = _curvature_fit(memory, y, u, settings) if bend > 0 else (memory.normal, memory.right, memory.curvature)
-    slopes = _along(unit, m)
+    fit = memory.normal, memory.right, memory.curvature
+    fit = fitted(*fit, memory.step, y, u, settings.decay) if bend > 0 else fit
+    slopes = along(unit, m)
     hits, squares, factors = _calibration(slopes, g - y, m, error, memory, settings)
     if bend > 0:
         hessian = _hessian(unit, u, scale, fit[2], y, bend, lengths[PREVIOUS], settings)
@@ -172,7 +172,7 @@ def memory_step(
     if not memory.deviation.any():
         most = min(most, settings.trial * lengths[MEAN])
     deviation = _shortened(_shortened(_combined(x, unit), limit) - d, most)
-    if _norm(deviation) <= ROUNDING * reference:
+    if norm(deviation) <= ROUNDING * reference:
         deviation = np.zeros_like(d)  # rounding errors are no evidence for the anchor
     concave = memory.concave + sums.concave
     model = (unit, slopes, hits, squares, *fit)
@@ -185,10 +185,10 @@ def _first_step(sums: Sums, settings: MemorySettings, population: float) -> tupl
     """Return FedAvg's step, and the curvature at which it is the minimiser along d: -<g, d>/‖d‖²."""
     d, g = sums.mean_update, sums.mean_gradient
     directions = _count(settings)
-    length, unit, slopes = _norm(d), np.zeros((directions, len(d))), np.zeros(directions)
+    length, unit, slopes = norm(d), np.zeros((directions, len(d))), np.zeros(directions)
     unit[MEAN] = d / length
     slopes[MEAN] = dot(g, unit[MEAN])
-    implied = max(-dot(g, d), 1e-12 * length * _norm(g)) / length**2
+    implied = max(-dot(g, d), 1e-12 * length * norm(g)) / length**2
     memory = Memory(
         gradient=g,
         error=sums.gradient_error(population),
@@ -255,21 +255,6 @@ def _adapted(value: float, growth: float, evidence: FloatArray, move: FloatArray
     return float(np.clip(value * growth ** (-total / weight), least, most))
 
 
-def _curvature_fit(
-    memory: Memory, y: FloatArray, u: FloatArray, settings: MemorySettings
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the normal equations of y ≈ k₁ s + k₂ u∘s over past rounds, and their solution with k >= 0."""
-    length = _norm(memory.step)
-    z = [memory.step / length, u * memory.step / length]
-    normal = settings.decay * memory.normal + _gram(z, z)
-    right = settings.decay * memory.right + _along(z, y) / length
-    k = np.linalg.solve(normal + 1e-9 * np.trace(normal) * np.eye(2), right)
-    if k.min() < 0:
-        single = [np.array([max(right[0], 0) / normal[0, 0], 0]), np.array([0, max(right[1], 0) / normal[1, 1]])]
-        k = min(single, key=lambda x: float(0.5 * x @ normal @ x - right @ x))
-    return normal, right, k if k.sum() > 0 else memory.curvature
-
-
 def _hessian(
     unit: FloatArray,
     u: FloatArray,
@@ -285,12 +270,8 @@ def _hessian(
     The curvature along -m is at least ‖y‖²/<y, s>, for it is usually larger along the gradient than along the step.
     Along q the same limit holds in the variables w / √scale, in which q is the negative gradient.
     """
-    h = k[0] * _gram(unit, unit) + k[1] * _gram((row * u for row in unit), unit)
-    image, own, secant = h[:, PREVIOUS], h[PREVIOUS, PREVIOUS], _along(unit, y) / length
-    if secant[PREVIOUS] < settings.damping * own:
-        share = (1 - settings.damping) * own / (own - secant[PREVIOUS])
-        secant = share * secant + (1 - share) * image
-    h = h - np.outer(image, image) / own + np.outer(secant, secant) / secant[PREVIOUS]
+    h = k[0] * gram(unit, unit) + k[1] * gram((row * u for row in unit), unit)
+    h = with_secant(h, along(unit, y) / length, PREVIOUS, settings.damping)
     h[GRADIENT, GRADIENT] = max(h[GRADIENT, GRADIENT], dot(y, y) / bend)
     if len(unit) > SCALED_GRADIENT:
         q = unit[SCALED_GRADIENT]
@@ -308,7 +289,7 @@ def _calibration(
     directions, over the slope that m had claimed, says how far m can be believed there.
     """
     before, now = dot(memory.gradient, memory.gradient) + TINY, dot(m, m) + TINY
-    hits = settings.decay * memory.hits + memory.slopes * _along(memory.directions, fresh) / before
+    hits = settings.decay * memory.hits + memory.slopes * along(memory.directions, fresh) / before
     squares = settings.decay * memory.squares + memory.slopes**2 / before
     prior = np.ones(len(slopes))
     prior[GRADIENT:] = max(0.0, 1 - error / now)
@@ -322,14 +303,6 @@ def _model_minimum(h: FloatArray, slopes: FloatArray, lengths: FloatArray, setti
     low[MEAN] = 2 * settings.floor * lengths[MEAN]
     low[PREVIOUS], high[PREVIOUS] = -lengths[PREVIOUS], settings.momentum * lengths[PREVIOUS]
     return minimise_in_box(h + settings.ridge * np.trace(h) / len(h) * np.eye(len(h)), slopes, low, high)
-
-
-def _along(rows: Iterable[FloatArray], vector: FloatArray) -> FloatArray:
-    return np.array([dot(row, vector) for row in rows])
-
-
-def _gram(left: Iterable[FloatArray], right: Iterable[FloatArray]) -> FloatArray:
-    return np.array([[dot(row, other) for other in right] for row in left])
 
 
 def _combined(coefficients: FloatArray, rows: FloatArray) -> FloatArray:
@@ -346,8 +319,4 @@ def _no_surge(d: FloatArray, mean: float, surge: float) -> FloatArray:
 
 
 def _shortened(vector: FloatArray, limit: float) -> FloatArray:
-    return vector * min(1.0, limit / _norm(vector))
-
-
-def _norm(vector: FloatArray) -> float:
-    return float(np.sqrt(dot(vector, vector))) + TINY
+    return vector * min(1.0, limit / norm(vector))
