@@ -51,9 +51,18 @@ def test_one_need_can_be_given_as_a_word():
     assert fc.stateless("own", lambda geometry: geometry.samples, needs="gradient").needs == {"gradient"}
 
 
+def resolved(updates):
+    """Whether every direction of the updates is either redundant or above the 1e-8 from which `solve` is exact."""
+    lengths = np.linalg.norm(updates, axis=1)
+    unit = updates[lengths > 0] / lengths[lengths > 0, None]
+    values = np.linalg.eigvalsh(unit @ unit.T) if len(unit) else np.ones(1)
+    return not ((values > 1e-13 * values[-1]) & (values < 1e-8 * values[-1])).any()
+
+
 @given(problems())
 def test_null_space_and_gram_take_the_same_step(problem):
     updates, gradient, beta = problem
+    assume(resolved(updates))
     by_gram = step(updates, gradient, fc.contextual(beta))
     assert close(by_gram, null_space_weights(updates, gradient, beta) @ updates)
 
