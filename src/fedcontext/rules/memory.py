@@ -39,13 +39,13 @@ class MemorySettings:
     floor: float = (
         0.1  # least gain of the gradient estimate; twice it is the least coefficient of d, half of it the least anchor
     )
-    least_trust: float = 0.3  # lower limit of the trust, the factor of the longest step
+    least_trust: float = 0.2  # lower limit of the trust, the factor of the longest step
     reach: float = 3.0  # the model's minimiser is cut to reach x trust x R, R the larger of ‖d‖ and its running mean
     momentum: float = 0.8  # largest multiple of the previous step
     anchor: float = 0.6  # first limit of ‖step - d‖ / R
     growth: float = 16.0  # largest factor by which one round can change that limit
     trust_growth: float = 4.0  # the same for trust
-    evidence_decay: float = 0.5  # share of the past rounds' evidence that a round keeps: a single round's is noisy
+    evidence_decay: float = 0.3  # share of the past rounds' evidence that a round keeps: a single round's is noisy
     stretch: float = 4.0  # and to so many times the length of the last step, or to that of d if it is longer
     power: float = 1.25  # of the root mean square of past gradients that divides d and shapes the curvature
     damping: float = 0.3  # share of a direction's curvature that a secant update keeps at least
@@ -53,7 +53,7 @@ class MemorySettings:
     ridge: float = 1e-4  # relative ridge of the quadratic model
     largest: float = 100.0  # upper limit of trust and anchor
     surge: float = 3.0  # d counts as at most so many times as long as its running mean
-    trial: float = 0.3  # limit of ‖step - d‖ / ‖d‖ where the last step was d: nothing is known of deviations yet
+    trial: float = 0.3  # limit of ‖step - d‖ / ‖d‖ where the last step was d, x growth^-e with e the evidence on steps
     scaled_gradient: bool = True  # whether q is a direction
 
 
@@ -170,7 +170,8 @@ def memory_step(
     anchor = _adapted(memory.anchor, settings.growth, evidence[1], memory.deviation, *limits)
     most = anchor * reference
     if not memory.deviation.any():
-        most = min(most, settings.trial * lengths[MEAN])
+        trial = _adapted(settings.trial, settings.growth, evidence[0], memory.step, 0.0, np.inf)
+        most = min(most, trial * lengths[MEAN])
     deviation = _shortened(_shortened(_combined(x, unit), limit) - d, most)
     if norm(deviation) <= ROUNDING * reference:
         deviation = np.zeros_like(d)  # rounding errors are no evidence for the anchor
