@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from collections import OrderedDict
 
@@ -186,6 +187,23 @@ def test_a_rule_that_gives_other_than_one_finite_weight_each_is_named(weights):
     odd = fc.stateless("odd", lambda geometry: np.array(weights))
     with pytest.raises(FedcontextError, match="rule 'odd' must give 2 finite weights"):
         fc.aggregate(np.zeros(600_000), [np.ones(600_000)] * 2, rule=odd)
+
+
+@pytest.mark.parametrize("returned", ["text", None, 3, np.ones(3), np.ones((2, 1)), (np.ones(2),)], ids=str)
+@pytest.mark.parametrize(
+    ("make", "must"),
+    [
+        (lambda x: fc.stateless("odd", lambda geometry: x), "must give 2 finite weights, an array of shape (2,)"),
+        (lambda x: fc.Rule("odd", lambda geometry, state: x), "weigh must return (weights, state)"),
+        (lambda x: fc.SumRule("odd", lambda *given: x), "step must return (step, state, info)"),
+        (lambda x: fc.SumRule("odd", lambda *given: (x, None, {})), "must give a step of 4 entries"),
+        (lambda x: fc.CoordinateRule("odd", lambda block: x), "combine must return 4 entries"),
+    ],
+    ids=["stateless", "weigh", "step", "vector", "combine"],
+)
+def test_a_rule_that_returns_something_else_is_named_with_what_it_must_return(make, must, returned):
+    with pytest.raises(FedcontextError, match=rf"rule 'odd'.* {re.escape(must)}.*, got"):
+        fc.aggregate(np.zeros(4), [np.ones(4)] * 2, rule=make(returned))
 
 
 def test_two_leaves_of_one_name_are_refused():
@@ -482,6 +500,28 @@ def test_a_state_that_the_rule_did_not_return_is_refused(state):
     streamed.add_probe(*vectors)
     with pytest.raises(FedcontextError, match="state must be that of the last result of rule 'contextual memory'"):
         streamed.aggregate(rule, state)
+
+
+@pytest.mark.parametrize(
+    "rule", [fc.mean(), fc.contextual(1.0), fc.geometric_median(), fc.coordinate_median()], ids=lambda rule: rule.name
+)
+def test_a_rule_that_keeps_no_state_refuses_one(rule):
+    vectors, state = [np.ones(5), np.arange(5.0)], rounds_of_memory(2).state
+    with pytest.raises(FedcontextError, match=f"rule '{rule.name}' keeps no state: leave state out"):
+        fc.aggregate(np.zeros(5), vectors, gradients=vectors, rule=rule, state=state)
+    result = fc.aggregate(np.zeros(5), vectors, gradients=vectors, rule=rule)
+    fc.aggregate(result.params, vectors, gradients=vectors, rule=rule, state=result.state)
+
+
+def test_differences_without_a_state_are_refused():
+    """Without the state the rule would start again in every round, unnoticed."""
+    vectors, rule, streamed = [np.ones(5), np.arange(5.0)], fc.contextual_memory(), fc.StreamedRound(np.zeros(5))
+    with pytest.raises(FedcontextError, match=r"got differences but no state: give .* \(state=result.state\)"):
+        fc.aggregate(np.zeros(5), vectors, gradients=vectors, differences=vectors, rule=rule)
+    streamed.add_update(vectors[0])
+    streamed.add_probe(*vectors)
+    with pytest.raises(FedcontextError, match="got differences but no state"):
+        streamed.aggregate(rule)
 
 
 def test_a_state_with_other_directions_is_refused():

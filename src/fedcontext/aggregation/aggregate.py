@@ -77,7 +77,7 @@ def aggregate(
         buffers: leaves that are averaged instead of weighted, as are all that do not hold floating point.
         smoothness: the β at which the bound on the loss change is reported; the rule's own where None. A rule that works
             on sums has no bound.
-        state: the state that the rule returned last round.
+        state: the state that the rule returned last round; None in the first round, and for rules that keep none.
         out: where to write the new params: ``params`` itself, or a structure like it in other memory; fresh arrays if
             None.
         defences: limits on the influence of one device, in multiples of the round's median. What is not finite is left out and named
@@ -112,10 +112,10 @@ def aggregate(
         )
     )
     check_defences(defences)
-    check_state(rule, state)
     base, defences = leaves(params), OFF if defences is None else defences
     measured, averaged = _measured_and_averaged(base, layers if isinstance(rule, Rule) else None, buffers)
     vectors = validate(report, base, set(measured), strict=not defences.outlier)
+    check_state(rule, state, bool(vectors.differences))
     if "root" in rule.needs:  # the server's own update is trusted
         vectors = replace(vectors, names=replace(vectors.names, pool=()))
     if not sum(size_of(base[name]) for name in measured):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from fedcontext.aggregation.combine import Rows, add_weighted, step_of_integers, zeros_like
+from fedcontext.aggregation.decision import combination_of, step_of, weights_of
 from fedcontext.aggregation.result import Aggregation, Motion, motion_of_sums, motion_of_weights
 from fedcontext.aggregation.validation import raise_not_finite
 from fedcontext.arrays.tree import BoolArray, FloatArray, Leaves, Structure, largest_number, rebuild, size_of
@@ -76,9 +78,9 @@ def apply_weights(rule: Rule, inputs: Inputs, smoothness: float | None) -> Aggre
     geometry = screened.geometry(products, vectors.steps)
     inputs.check_finite(geometry.finite)
     seen, kept = geometry.rows(screened.kept, screened.updates), screened.devices
-    weights, state = rule.weigh(seen, inputs.state)
+    weights, state = weights_of(rule, seen, inputs.state)
     most = inputs.defences.max_step
-    weights, info = _limited(_checked_weights(rule, weights, kept.sum()), seen, 0 if rule.scale_free else most)
+    weights, info = _limited(weights, seen, 0 if rule.scale_free else most)
     applied = np.zeros(len(kept))
     applied[kept] = weights * screened.factors[kept]
     reach = float(np.abs(applied[kept]) @ norms[: len(kept)][kept])  # no entry moves further
@@ -112,13 +114,14 @@ def apply_step(rule: SumRule | CoordinateRule, inputs: Inputs) -> Aggregation:
     screened = inputs.screened(vectors, norms, weighs=bool(inputs.averaged), curvatures=curvatures)
     info, motion = dict[str, Any](), Motion()
     if isinstance(rule, CoordinateRule):
-        vector = by_coordinate(rule.combine, vectors.updates, measured, screened.factors, inputs.scratch)
+        combine = partial(combination_of, rule)
+        vector = by_coordinate(combine, vectors.updates, measured, screened.factors, inputs.scratch)
         inputs.check_finite(bool(np.isfinite(vector).all()))
     else:
         screened = combined_probes(screened, vectors, measured, rule.gradients, sums=True, scratch=inputs.scratch)
         sums = sums_of(vectors, measured, screened, inputs.report.distortions)
         inputs.check_finite(sums.finite)
-        vector, state, info = rule.step(sums, state, inputs.report.population)
+        vector, state, info = step_of(rule, sums, state, inputs.report.population)
         motion = motion_of_sums(sums, vector)
     step = {name: [leaf] for name, leaf in unflat(vector, inputs.leaves, measured).items()}
     by_leaf = {**dict.fromkeys(measured, np.ones(1)), **dict.fromkeys(inputs.averaged, screened.averages)}
@@ -150,13 +153,6 @@ def _curvatures(rule: SumRule | CoordinateRule, inputs: Inputs) -> FloatArray | 
         return None
     with np.errstate(over="ignore", invalid="ignore"):
         return np.array([dot(flat(each, inputs.measured), last) for each in inputs.vectors.differences])
-
-
-def _checked_weights(rule: Rule, weights: FloatArray, count: int) -> FloatArray:
-    weights = np.asarray(weights, np.float64)
-    if weights.shape != (count,) or not np.isfinite(weights).all():
-        raise FedcontextError(f"rule '{rule.name}' must give {count} finite weights, got {weights}")
-    return weights
 
 
 def _limited(weights: FloatArray, geometry: Geometry, most: float) -> tuple[FloatArray, dict[str, Any]]:

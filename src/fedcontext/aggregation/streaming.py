@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedcontext.aggregation.combine import add_step
+from fedcontext.aggregation.decision import step_of
 from fedcontext.aggregation.result import plain_numbers
 from fedcontext.aggregation.validation import check_state, checked_leaves
 from fedcontext.arrays.tree import FloatArray, Leaves, Structure, kind_of, leaf_name, leaves, rebuild, size_of
@@ -79,9 +80,10 @@ class StreamedRound:
             raise FedcontextError(
                 f"rule must work on sums over devices, such as contextual_memory(), got {rule!r:.100}"
             )
-        check_state(rule, state)
+        check_state(rule, state, self.differences > 0)
         self._check_enough(rule, state)
-        vector, state, info = rule.step(self.sums, rule.init(self.params) if state is None else state, population)
+        state = rule.init(self.params) if state is None else state
+        vector, state, info = step_of(rule, self.sums, state, population)
         step: Leaves = unflat(vector, self._leaves, list(self._leaves))
         moved = add_step(self._leaves, step)
         return Streamed(rebuild(self.params, moved), rebuild(self.params, step), state, plain_numbers(info))

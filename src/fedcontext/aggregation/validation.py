@@ -22,7 +22,7 @@ from fedcontext.arrays.tree import (
 from fedcontext.errors import FedcontextError, shown
 from fedcontext.measurement.defences import Defences
 from fedcontext.measurement.geometry import Name, Names, Report, Structures, Vectors
-from fedcontext.rules.base import AnyRule, State, SumRule
+from fedcontext.rules.base import AnyRule, CoordinateRule, State, SumRule, check_no_state
 
 NO_GRADIENT = "; leaves without a gradient, such as BatchNorm's running statistics, belong in buffers"
 
@@ -94,15 +94,22 @@ def check_defences(defences: object) -> None:
         raise FedcontextError(f"defences must be fc.Defences(...) or None, got {shown(defences)}")
 
 
-def check_state(rule: AnyRule, state: State) -> None:
-    """Raise an error for a state in which a rule with memory does not find its last step.
+def check_state(rule: AnyRule, state: State, differences: bool) -> None:
+    """Raise an error for a state that is not the rule's own, and for differences without one.
 
     >>> from fedcontext.rules.memory import contextual_memory
-    >>> check_state(contextual_memory(), [1, 2])
+    >>> check_state(contextual_memory(), [1, 2], differences=True)
     Traceback (most recent call last):
     ...
     fedcontext.errors.FedcontextError: state must be that of the last result of rule 'contextual memory', or None in the first round, got [1, 2]
     """
+    if isinstance(rule, CoordinateRule):
+        check_no_state(rule.name, state)
+    if isinstance(rule, SumRule) and rule.remembers and differences and state is None:
+        raise FedcontextError(
+            f"rule '{rule.name}' got differences but no state: give the state of the last result (state=result.state), or, "
+            "in the first round, leave differences out"
+        )
     try:
         if isinstance(rule, SumRule) and state is not None:
             rule.last_step(state)

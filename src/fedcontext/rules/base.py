@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from fedcontext.arrays.tree import FloatArray, Structure
-from fedcontext.errors import FedcontextError, positive
+from fedcontext.errors import FedcontextError, positive, shown
 from fedcontext.measurement.combination import Combination
 from fedcontext.measurement.geometry import Geometry
 from fedcontext.measurement.sums import Sums
@@ -65,6 +65,11 @@ class SumRule:
     def __post_init__(self) -> None:
         _check_needs(self.name, self.needs)
 
+    @property
+    def remembers(self) -> bool:
+        """Whether the state holds the last step: then differences mean nothing without a state."""
+        return self.last_step is not _no_state
+
 
 @dataclass(frozen=True)
 class CoordinateRule:
@@ -106,4 +111,15 @@ def stateless(
     """
     beta = None if smoothness is None else positive("smoothness", smoothness)
     needs = (needs,) if isinstance(needs, str) else needs
-    return Rule(name, lambda geometry, state: (weigh(geometry), state), frozenset(needs), beta, scale_free=scale_free)
+
+    def weigh_only(geometry: Geometry, state: State) -> tuple[FloatArray, State]:
+        check_no_state(name, state)
+        return weigh(geometry), None
+
+    return Rule(name, weigh_only, frozenset(needs), beta, scale_free=scale_free)
+
+
+def check_no_state(name: str, state: State) -> None:
+    """Raise an error for a state given to the rule ``name``, which keeps none: it is that of another rule."""
+    if state is not None:
+        raise FedcontextError(f"rule '{name}' keeps no state: leave state out, got {shown(state)}")
