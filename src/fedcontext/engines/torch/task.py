@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
@@ -195,13 +196,28 @@ def first_line(error: BaseException) -> str:
 
 
 def _built(module: nn.Module | Callable[[], nn.Module], device: torch.device, seed: int) -> nn.Module:
+    called = callable(module) and not isinstance(module, nn.Module)
+    if called:
+        _check_no_arguments(module)
     with seeded(device, seed):
-        built = copy.deepcopy(module() if callable(module) and not isinstance(module, nn.Module) else module)
+        built = copy.deepcopy(module() if called else module)
     if not isinstance(built, nn.Module):
         raise FedcontextError(
             f"module must be a torch.nn.Module or a function that returns one, got {type(built).__name__}"
         )
     return built
+
+
+def _check_no_arguments(function: Callable[[], nn.Module]) -> None:
+    """Raise an error for a function, or a class such as ``nn.Linear`` itself, that cannot be called without arguments."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise FedcontextError(
+            f"{name} cannot be called without arguments ({error}): give a module, such as {name}(...), or a function "
+            "without arguments that returns one"
+        ) from None
 
 
 def _sample_shape(dimension: int, asked: Sequence[int] | None) -> tuple[int, ...]:
