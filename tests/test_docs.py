@@ -26,7 +26,10 @@ PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if "ge
 TESTED_ELSEWHERE = {"torch-engine.md", "plug-in.md", "privacy.md"}
 CHECKS = {  # for each block of Python on a page, whether it made what the page says
     "index.md": [lambda names: np.allclose(names["params"], [1, 1])],
-    "guide/quickstart.md": [lambda names: np.allclose(names["result"].params, [0.5, 1.5])],
+    "guide/quickstart.md": [
+        lambda names: names["records"][3:] == names["continued"] and len(names["continued"]) == 2,
+        lambda names: np.allclose(names["result"].params, [0.5, 1.5]),
+    ],
     "guide/rules.md": [
         lambda names: names["rule"].name == "contextual" and names["promised"] < 0,
         lambda names: (names["params"] > 0.1).all() and names["step"].shape == (2,),

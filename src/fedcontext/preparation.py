@@ -205,7 +205,8 @@ def simulate(
 ) -> Iterator[tuple[State, RoundRecord]]:
     """Yield the state and the record of every round of an `Experiment`, or of the one that ``settings`` describe.
 
-    ``algorithm``, ``engine`` and ``model`` are names of settings, or objects as in `prepare`.
+    ``algorithm``, ``engine`` and ``model`` are names of settings, or objects as in `prepare`. To continue after a state, use
+    `Simulation.run` of what `prepare` returns.
 
     >>> import fedcontext as fc
     >>> records = [record for _, record in fc.simulate(dataset="synthetic-iid", algorithm="fedavg", rounds=3)]

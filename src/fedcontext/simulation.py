@@ -77,7 +77,14 @@ class Simulation:
         return after, self._record(after, received, result, state.loss, accuracy=accuracy, backdoor=backdoor)
 
     def run(self, state: State | None = None) -> Iterator[tuple[State, RoundRecord]]:
-        """Yield the state and the record of every round, or of those after ``state``."""
+        """Yield the state and the record of every round, or of those after ``state``.
+
+        >>> import fedcontext as fc
+        >>> simulation = fc.prepare(fc.Experiment("synthetic-iid", "fedavg", rounds=3))
+        >>> (state, _), *rest = simulation.run()
+        >>> [record for _, record in simulation.run(state)] == [record for _, record in rest]
+        True
+        """
         state = self.start() if state is None else state
         while state.number < self.experiment.rounds:
             state, record = self.step(state)
