@@ -88,6 +88,21 @@ def test_a_setting_that_is_far_off_is_named(settings, what, advice):
     assert {finding.what: finding.advice.startswith(advice) for finding in findings}[what]
 
 
+def test_a_learning_rate_far_too_large_is_named_within_three_rounds(tmp_path):
+    given_ = ["--dataset", "synthetic-1-1", "--learning-rate", "1e9", "--rounds", "3", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, ["run", *given_])
+    assert "round 1: the loss exploded" in done.stderr
+    assert done.stdout.count("the loss exploded") == 1
+    assert "set learning_rate to 0.01 (now 1e+09)" in done.stdout.replace("\n", " ")
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), 2301.0])
+def test_a_loss_that_is_not_finite_or_huge_is_a_finding_after_one_round(loss):
+    records = [RoundRecord(1, loss=2.3), RoundRecord(2, loss=loss)]
+    assert [finding.what for finding in fc.diagnose(records)] == ["the loss exploded"]
+    assert fc.diagnose([*records, RoundRecord(3, loss=2.0)]) == []
+
+
 def loop(sign=1.0, gradients=1.0, updates=1.0, rounds=12, rule=None):
     """Records of a hand-written loop on quadratics whose parts can be wrong by a factor."""
     random = np.random.default_rng(0)

@@ -1,6 +1,6 @@
 """What is wrong with a run that does not train, from its records alone: findings with evidence and advice.
 
-The limits are wide, so that a healthy run has no finding; those about the loss need ten rounds.
+The limits are wide, so that a healthy run has no finding; those about the loss need ten rounds, unless it exploded.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isfinite
 from statistics import median
 from typing import Any
 
@@ -21,6 +22,8 @@ FAR = 5.0  # a smoothness is far off from this factor on
 SLOW = 0.005, 0.15  # least fall of the loss, as a share of the first one: per round, and in all
 JUMP, OFTEN = 0.25, 0.2  # the loss is unstable if it rises by this share in this share of the rounds
 HALF = 0.5  # short steps are no problem if the loss fell by this share
+EXPLODED = 1000.0  # a loss of so many times the first one is no training
+USUAL_RATE = 0.01  # what to set a learning rate to that is far too large
 GOOD = 0.8  # a model with this accuracy may have nothing left to learn
 
 
@@ -47,7 +50,8 @@ def diagnose(records: Sequence[RoundRecord], settings: Mapping[str, Any] | None 
     the rounds met (0.5); set smoothness to 0.5, or use the default rule, contextual_memory() (algorithm fedavg-memory)
     """
     settings = settings or {}
-    causes = (_excluded, _no_updates, _no_gradients, _uphill, _short_steps, _rising, _unstable)
+    of_loss = (_exploded,) if _exploded(records, settings) else (_rising, _unstable)
+    causes = (_excluded, _no_updates, _no_gradients, _uphill, _short_steps, *of_loss)
     findings = [finding for cause in causes if (finding := cause(records, settings))]
     slow = _slow(records, settings)
     return [slow] if slow and not findings else findings
@@ -147,6 +151,16 @@ def _short_steps(records: Sequence[RoundRecord], settings: Mapping[str, Any]) ->
         f"{_short(smoothness / met)} times the curvature that the rounds met ({_short(met)})"
     )
     return Finding("the steps are too short", evidence, f"set smoothness to {_short(met)}{_or_memory(settings)}")
+
+
+def _exploded(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Finding | None:
+    losses = _losses(records)
+    if not losses or (isfinite(losses[-1]) and not 0 < EXPLODED * losses[0] < losses[-1]):
+        return None
+    rate = settings.get("learning_rate")
+    large = isinstance(rate, int | float) and rate > 1
+    advice = f"set learning_rate to {USUAL_RATE} (now {rate:g})" if large else _shorter_steps(records, settings)
+    return Finding("the loss exploded", f"it was {losses[0]:.3g} at first and is {losses[-1]:.3g} now", advice)
 
 
 def _rising(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Finding | None:
