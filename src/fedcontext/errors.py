@@ -73,14 +73,27 @@ def shown(value: object) -> str:
         return "a value too large to print"
 
 
-def suggestion(name: object, known: Iterable[str]) -> str:
-    """Return the end of an error message that suggests the known name most similar to a wrong one, if there is one.
+def nearest(name: object, known: Iterable[str]) -> str:
+    """Return the known name most similar to a wrong one, "" if there is none.
 
-    >>> suggestion("minst", ["mnist", "femnist"]), suggestion("cifar", ["mnist"])
-    ('; did you mean mnist?', '')
+    >>> nearest("minst", ["mnist", "femnist"]), nearest("cifar", ["mnist"])
+    ('mnist', '')
     """
-    nearest = difflib.get_close_matches(name[:LONGEST_VALUE], known, n=1) if isinstance(name, str) else []
-    return f"; did you mean {nearest[0]}?" if nearest else ""
+    found = difflib.get_close_matches(name[:LONGEST_VALUE], known, n=1) if isinstance(name, str) else []
+    return found[0] if found else ""
+
+
+def unknown(what: str, name: object, accepted: str, suggestion: str = "") -> FedcontextError:
+    """Return the error for a value that is not among those accepted; a suggestion comes before the list of all.
+
+    >>> print(unknown("data set", "minst", "one of mnist, femnist", "mnist"))
+    data set 'minst' is unknown, did you mean mnist? data set must be one of mnist, femnist
+    >>> print(unknown("data set", "cifar", "one of mnist, femnist"))
+    data set must be one of mnist, femnist, got 'cifar'
+    """
+    if suggestion:
+        return FedcontextError(f"{what} {shown(name)} is unknown, did you mean {suggestion}? {what} must be {accepted}")
+    return FedcontextError(f"{what} must be {accepted}, got {shown(name)}")
 
 
 def positive(name: str, value: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import re
 from collections.abc import Collection, Mapping
@@ -15,7 +14,7 @@ from fedcontext.algorithms import ALGORITHMS
 from fedcontext.compression.codec import IDENTITY, Codec
 from fedcontext.datasets import NAMES
 from fedcontext.engines.base import ENGINES
-from fedcontext.errors import LONGEST_VALUE, FedcontextError, shown
+from fedcontext.errors import FedcontextError, nearest, shown
 from fedcontext.faults.attacks import ATTACKS
 from fedcontext.faults.faults import FAULTS
 from fedcontext.files.toml import read_toml
@@ -260,8 +259,8 @@ def check_names(names: Collection[str], known: Collection[str] = SETTINGS, sourc
     meant = {alias: each.name for each in fields(Experiment) for alias in (each.name, *each.metadata["aliases"])}
     for name in names:
         if name not in known:
-            nearest = difflib.get_close_matches(name[:LONGEST_VALUE], {**dict.fromkeys(known), **meant}, n=1)
-            hint = f", did you mean {meant.get(nearest[0], nearest[0])}?" if nearest else "."
+            found = nearest(name, {**dict.fromkeys(known), **meant})
+            hint = f", did you mean {meant.get(found, found)}?" if found else "."
             raise FedcontextError(f"{source}unknown setting {shown(name)}{hint} The settings are {', '.join(known)}")
 
 

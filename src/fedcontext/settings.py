@@ -7,11 +7,15 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedcontext.errors import FedcontextError, shown, suggestion
+from fedcontext.errors import FedcontextError, nearest, shown, unknown
 
 
 class TooLarge(ValueError):
     """A number is above the limit, which is the argument."""
+
+
+class Refused(ValueError):
+    """Which part of a value is wrong: one sentence, the argument."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,12 @@ class Check:
             return value
         try:
             return self.convert(value)
+        except Refused as reason:
+            raise FedcontextError(f"{name}: {reason} {name} must be {self.accepts}") from None
         except TooLarge as limit:
             raise FedcontextError(f"{name} must be at most {limit}, got {shown(value)}") from None
         except (TypeError, ValueError, OverflowError):
-            hint = suggestion(value, self.names)
-            raise FedcontextError(f"{name} must be {self.accepts}, got {shown(value)}{hint}") from None
+            raise unknown(name, value, self.accepts, nearest(value, self.names)) from None
 
     @property
     def accepts(self) -> str:
@@ -142,19 +147,38 @@ def shares_by_name(names: Collection[str]) -> Check:
     def convert(value: Any) -> str:
         if not isinstance(value, str | Mapping):
             raise TypeError
-        pairs = value.items() if isinstance(value, Mapping) else [each.split("=") for each in value.split(",") if value]
-        given = {name.strip(): float(share) for name, share in pairs}
-        if len(given) < len(pairs) or not set(given) <= {*names, "until"}:
-            raise ValueError
-        until = given.get("until", 1)
-        if until != _integer(int(until), 1, MOST) or any(
-            not 0 <= given[name] <= 1 for name in given if name != "until"
-        ):
-            raise ValueError
+        pairs = value.items() if isinstance(value, Mapping) else [_pair(each) for each in value.split(",") if value]
+        given = {name: _share(name, share, names) for name, share in pairs}
+        if len(given) < len(pairs):
+            raise Refused("a name is given twice.")
         return ",".join(f"{name}={share:g}" for name, share in given.items()) or "none"
 
     expected = f"shares from 0 to 1 by name, such as {next(iter(names))}=0.2,until=20, with names among"
     return Check("NAME=SHARE,...", f"{expected} {', '.join(names)}", convert, ("none",))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """Return the name and the share in NAME=SHARE."""
+    name, equals, share = text.partition("=")
+    if not equals:
+        raise Refused(f"{shown(text.strip())} has no share.")
+    return name.strip(), share
+
+
+def _share(name: Any, value: Any, names: Collection[str]) -> float:
+    """Return the share of a name, or the number of a round for "until"; say which of the two is wrong."""
+    if name not in (*names, "until"):
+        suggestion = nearest(name, names)
+        raise Refused(f"{shown(name)} is unknown" + (f", did you mean {suggestion}?" if suggestion else "."))
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = -1.0
+    if name == "until" and not (1 <= number <= MOST and number.is_integer()):
+        raise Refused(f"until must be the number of a round, got {shown(value)}.")
+    if name != "until" and not 0 <= number <= 1:
+        raise Refused(f"the share of {name} must be from 0 to 1, got {shown(value)}.")
+    return number
 
 
 def parse_shares(text: str) -> dict[str, float]:

@@ -13,7 +13,7 @@ from fedcontext.datasets.leaf import leaf
 from fedcontext.datasets.mnist import mnist
 from fedcontext.datasets.partition import dirichlet, iid, power_law, shards
 from fedcontext.datasets.synthetic import synthetic
-from fedcontext.errors import FedcontextError, shown, suggestion
+from fedcontext.errors import nearest, unknown
 
 NAMES = {
     "synthetic-iid": "synthetic: 30 devices with the same distribution",
@@ -52,13 +52,13 @@ def load_dataset(name: str, seed: int = 0) -> FederatedData:
         return femnist()
     if name.startswith("leaf:"):
         return leaf(name.removeprefix("leaf:"))
-    raise FedcontextError(f"dataset must be one of {', '.join(NAMES)}, got {shown(name)}{_hint(name)}")
+    raise unknown("dataset", name, f"one of {', '.join(NAMES)}", _suggestion(name))
 
 
-def _hint(name: str) -> str:
+def _suggestion(name: str) -> str:
     try:
         is_folder = Path(name).is_dir()
     except (OSError, ValueError):  # no path at all
         is_folder = False
     known = ["synthetic-iid", "synthetic-1-1", "synthetic-1-1-1000", "mnist", "femnist"]
-    return f"; did you mean leaf:{name}?" if is_folder else suggestion(name.lower().replace("_", "-"), known)
+    return f"leaf:{name}" if is_folder else nearest(name.lower().replace("_", "-"), known)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, Literal, TypeAlias
 
-from fedcontext.errors import FedcontextError, shown, suggestion
+from fedcontext.errors import FedcontextError, nearest, unknown
 from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.measurement.defences import Defences
 from fedcontext.presets import PRESETS
@@ -158,10 +158,10 @@ def named(what: str, known: Sequence[Any], names: Sequence[str]) -> list[Any]:
     >>> named("entrant", ENTRANTS, ["memry"])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    fedcontext.errors.FedcontextError: entrant must be one of fedavg, ..., got 'memry'; did you mean memory?
+    fedcontext.errors.FedcontextError: entrant 'memry' is unknown, did you mean memory? entrant must be one of fedavg, ...
     """
     by_name = {each.name: each for each in known}
-    if unknown := [name for name in names if name not in by_name]:
-        hint = suggestion(unknown[0], by_name)
-        raise FedcontextError(f"{what} must be one of {', '.join(by_name)}, got {shown(unknown[0])}{hint}")
+    for name in names:
+        if name not in by_name:
+            raise unknown(what, name, f"one of {', '.join(by_name)}", nearest(name, by_name))
     return [by_name[name] for name in names]
