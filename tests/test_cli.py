@@ -271,6 +271,22 @@ def test_what_rounds_to_zero_has_no_minus():
     assert [mean_and_deviation([value]) for value in (-0.0, -0.0004, -0.0006)] == ["0.000", "0.000", "-0.001"]
 
 
+def test_a_run_with_faults_counts_the_replies_that_were_not_used(tmp_path):
+    def counts(*options):
+        done = json.loads(call("run", *FEW, "--json", *options, cwd=tmp_path).stdout)
+        records = fc.read_run(tmp_path / done["records"])[1]
+        assert done["excluded"] == sum(len(record.excluded) for record in records)
+        assert done["clipped"] == sum(len(record.clipped) for record in records)
+        return done["excluded"], done["clipped"]
+
+    faults = ("--faults", "nan=0.3")
+    excluded, clipped = counts(*faults)
+    assert excluded
+    line = f"replies: fedavg-memory {excluded} excluded, {clipped} clipped (the records have the reasons)\n"
+    assert line in call("run", *FEW, *faults, cwd=tmp_path).stdout
+    assert "excluded" not in call("run", *FEW, cwd=tmp_path).stdout
+
+
 def test_lost_rounds_are_printed(tmp_path):
     few = (*FEW, "--algorithms", "fedavg,folb", "--seeds", "0,1", "--jobs", 2)
     for command, lost_by in (

@@ -10,6 +10,10 @@ from fedcontext.arrays.tree import BoolArray, FloatArray
 from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray, RoundPlan, Stream, generator
 
+QUOTA_MET = (
+    "over-selection quota met"  # why a reply is excluded that came after enough others; nothing is wrong with it
+)
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -157,7 +161,7 @@ def replies(
     probes = np.flatnonzero(np.where(trains, replied, probe_arrivals <= limit))
     late = [*plan.devices[first[arrivals[first] > limit]], *plan.pool[pool_arrivals > limit]]
     excluded = {int(k): "gradient missed the deadline" for k in plan.probes[~trains & (probe_arrivals > limit)]}
-    excluded |= {int(k): "over-selection quota met" for k in np.delete(plan.devices, first)}
+    excluded |= {int(k): QUOTA_MET for k in np.delete(plan.devices, first)}
     excluded |= {int(k): "missed the deadline" for k in late}
     contacted = np.unique(np.concatenate([plan.devices, plan.pool, plan.probes])).size
     alone = np.count_nonzero(~trains)

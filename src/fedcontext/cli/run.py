@@ -26,7 +26,7 @@ from fedcontext.cli.options import (
     interruptible,
     takes_settings,
 )
-from fedcontext.cli.tables import LEGEND, comparison, lost_rounds, outcome
+from fedcontext.cli.tables import LEGEND, comparison, lost_rounds, outcome, unused_replies
 from fedcontext.console import out, print_line
 from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.records import RoundRecord
@@ -140,7 +140,9 @@ def _experiments(settings: dict[str, Any]) -> list[Experiment]:
 def _print(dataset: str, by_name: Runs) -> None:
     summaries = {name: [summarise(records) for _, records in pairs] for name, pairs in by_name.items()}
     out.print(comparison(dataset, summaries))
-    for line in filter(None, (lost_rounds(summaries), outcome(summaries))):
+    disturbed = any({each.faults, each.attack} != {"none"} for pairs in by_name.values() for each, _ in pairs)
+    lines = lost_rounds(summaries), unused_replies(summaries, disturbed), outcome(summaries)
+    for line in filter(None, lines):
         print_line(line)
     for name, pairs in by_name.items():
         for line in over_seeds({str(each.seed): diagnose(records, vars(each)) for each, records in pairs}):

@@ -119,6 +119,19 @@ def lost_rounds(summaries: Summaries) -> str:
     return f"rounds lost (too few usable replies, the model was kept): {', '.join(parts)}" if parts else ""
 
 
+def unused_replies(summaries: Summaries, disturbed: bool) -> str:
+    """Return a line about the replies that were excluded; with faults or attacks also if some were only clipped.
+
+    >>> from fedcontext.results.summary import summarise
+    >>> unused_replies({"fedavg": [summarise([RoundRecord(1, excluded={3: "late"}, clipped={5: "update"})])]}, False)
+    'replies: fedavg 1 excluded, 1 clipped (the records have the reasons)'
+    """
+    counts = {label: (sum(r.excluded for r in runs), sum(r.clipped for r in runs)) for label, runs in summaries.items()}
+    parts = [f"{label} {excluded} excluded, {clipped} clipped" for label, (excluded, clipped) in counts.items()]
+    matters = any(excluded or (disturbed and clipped) for excluded, clipped in counts.values())
+    return f"replies: {'; '.join(parts)} (the records have the reasons)" if matters else ""
+
+
 def mean_and_deviation(values: Sequence[float]) -> str:
     """Return mean ± standard deviation, or a single value as it is.
 

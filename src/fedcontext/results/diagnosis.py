@@ -13,6 +13,7 @@ from math import isfinite
 from statistics import median
 from typing import Any
 
+from fedcontext.fleet import QUOTA_MET
 from fedcontext.records import RoundRecord
 
 ENOUGH = 10  # rounds before anything is said about the loss
@@ -92,7 +93,7 @@ def over_seeds(findings: Mapping[str, Sequence[Finding]]) -> list[str]:
 
 def _excluded(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Finding | None:
     reasons = Counter(reason for record in records for reason in record.excluded.values())
-    reasons.pop("over-selection quota met", None)
+    reasons.pop(QUOTA_MET, None)
     used, lost = sum(len(record.devices) for record in records), sum(record.lost for record in records)
     asked = settings.get("devices_per_round")  # probes can be among those excluded, but not among those used
     missing = asked * len(records) - used if isinstance(asked, int) else reasons.total()

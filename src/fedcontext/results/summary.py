@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fedcontext.fleet import QUOTA_MET
 from fedcontext.records import RoundRecord
 
 LEVELS = (0.5, 0.6, 0.7, 0.8)  # the accuracies of the paper's last figure
@@ -27,6 +28,8 @@ class Summary:
     bytes_down: int
     rounds: int
     lost: int  # rounds with too few replies in time: the model was kept
+    excluded: int  # replies that were late, faulty or out of all proportion, and not used
+    clipped: int  # replies that were used in part
 
 
 def summarise(records: Sequence[RoundRecord], levels: Iterable[float] = LEVELS) -> Summary:
@@ -53,6 +56,8 @@ def summarise(records: Sequence[RoundRecord], levels: Iterable[float] = LEVELS) 
         bytes_down=sum(record.bytes_down for record in records),
         rounds=len(records),
         lost=sum(record.lost for record in records),
+        excluded=sum(reason != QUOTA_MET for record in records for reason in record.excluded.values()),
+        clipped=sum(len(record.clipped) for record in records),
     )
 
 
