@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from fedcontext.cli import main
+from fedcontext.cli.app import app
 from fedcontext.errors import FedcontextError
 from fedcontext.leaderboard import board, entries, results
 from fedcontext.leaderboard.document import document
@@ -282,6 +285,17 @@ def test_an_impossible_recommendation_says_why():
 def test_the_command_of_a_tuned_entrant_tunes_it():
     assert command_for(MEMORY) == "fedcontext run --algorithm fedavg-memory --probes 20"
     assert command_for(FEDAVG) == "fedcontext tune --algorithm fedavg --grid server_learning_rate=default,2.0"
+
+
+def test_recommend_prints_a_command_that_works_for_every_entrant(monkeypatch, capsys):
+    code, printed = call(monkeypatch, capsys, "recommend")
+    assert code == 0, printed.err
+    commands = [part.split() for part in re.findall(r"(?:^|: )fedcontext (.*)", printed.out, re.MULTILINE)]
+    allowed = recommend(read_results(PUBLISHED), Constraints())
+    assert len(commands) == len(allowed) > 5
+    for name, *arguments in commands:
+        get_command(app).commands[name].make_context(name, arguments)
+    assert "memory-cohort: fedcontext run --algorithm fedavg-memory --probes cohort\n" in printed.out
 
 
 # Commands

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from fedcontext.cli.app import app
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import SETTINGS
 from fedcontext.faults.attacks import ATTACKS
@@ -129,6 +132,15 @@ def test_results_without_commands_are_read(results, tmp_path):
     del content["commands"]
     numbers.write_text(json.dumps(content))
     assert read_results(numbers) == dataclasses.replace(results[0], commands={})
+
+
+def test_the_command_prints_a_row_for_every_method(results, tmp_path):
+    _, folder = results
+    shutil.copytree(folder, tmp_path / "quick")  # complete runs are reused
+    done = CliRunner().invoke(app, ["stress", "--quick", "--jobs", "1", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert [method for method in METHODS if f"\n {method.strip('*')} " not in done.stdout] == []
+    assert f"written: {tmp_path / 'quick' / 'reliability.md'}\n" in done.stdout
 
 
 def test_unknown_tasks_and_broken_files_are_named(tmp_path):

@@ -12,7 +12,7 @@ import typer
 
 from fedcontext.cli.options import OPTIONS, Jobs, Out, Quiet, command_line, distinct, interruptible, takes_settings
 from fedcontext.cli.tables import plain_table, progress
-from fedcontext.console import out
+from fedcontext.console import out, print_line
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import check_names, experiment_from
 from fedcontext.files.storage import check_folder, lock, write_text
@@ -156,6 +156,8 @@ def recommend(
     )
     out.print(recommendation.command_for(entrant), soft_wrap=True, highlight=False)
     _print_ratios([each for _, each in allowed[1:]])
+    for other, _ in allowed[1:]:
+        print_line(f"{other.name}: {recommendation.command_for(other)}")
 
 
 def parse_grid(given: Sequence[str]) -> dict[str, list[str]]:

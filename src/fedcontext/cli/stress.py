@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from fedcontext.cli.options import Jobs, Quiet, command_line, distinct, interruptible
-from fedcontext.cli.tables import progress
-from fedcontext.console import print_line
+from fedcontext.cli.tables import plain_table, progress
+from fedcontext.console import out, print_line
 from fedcontext.errors import FedcontextError
 from fedcontext.files.storage import check_folder
 
@@ -32,6 +32,7 @@ def stress(
     """
     from fedcontext.stress.cases import SEEDS, select
     from fedcontext.stress.cells import stress as run_all
+    from fedcontext.stress.document import SUMMARY, summary_rows
     from fedcontext.stress.publication import publish
 
     if quick and docs is not None:
@@ -51,6 +52,11 @@ def stress(
             progress=lambda title, rounds: progress(title, rounds, quiet),
             command=command_line("stress", given),
         )
-    for path in publish(made, folder) + (publish(made, docs) if docs else []):
-        if not quiet:
-            print_line(f"written: {path}")
+    paths = publish(made, folder) + (publish(made, docs) if docs else [])
+    if quiet:
+        return
+    columns, *rows = ([cell.strip("*") for cell in row[:-3]] for row in summary_rows(made))  # the page has the rest
+    out.print(plain_table(columns, rows))
+    print_line(SUMMARY, style="dim")
+    for path in paths:
+        print_line(f"written: {path}")

@@ -30,6 +30,10 @@ Faults and attacks end after two thirds of the rounds. **Accuracy** is that of t
 **Rounds lost** is the mean: rounds without enough usable replies, in which the model stays. **Recovery** is the number of rounds after the last fault until the accuracy is within 2 points of the run
 without faults, median over seeds; - is not reached in the rounds that are left. A run that ended with an error counts as accuracy 0, and x marks its cell.
 """
+SUMMARY = (
+    "Accuracy without faults, then points lost against it: the mean over all faults, over all attacks at each share, and "
+    "the worst cell of all tasks."
+)
 LINES = {**FAULTS, **{name: attack.help for name, attack in ATTACKS.items()}}
 
 
@@ -77,12 +81,21 @@ def _settings(settings: dict[str, object]) -> str:
 
 
 def _summary(results: Results) -> Iterator[str]:
-    """Yield one row a method: points lost to the same method without faults, over all tasks."""
-    yield "Accuracy without faults, then points lost against it: the mean over all faults, over all attacks at each share, and the worst cell of all tasks.\n"
-    shares = _shares(results)
+    """Yield the table of `summary_rows`."""
+    yield f"{SUMMARY}\n"
+    columns, *rows = summary_rows(results)
+    yield from header(columns)
+    for row in rows:
+        yield line(*row)
+    yield ""
+
+
+def summary_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """Yield the columns, then one row a method: points lost to the same method without faults, over all tasks."""
+    shares, several = _shares(results), len(results.rounds) > 1
     first, *others = (f"{_percent(share)} %" for share in shares)
     last = ("worst", "cells within 3 points", "rounds lost", "runs ended")
-    yield from header(("method", "accuracy", "faults", f"attacks {first}", *others, *last))
+    yield ("method", "accuracy", "faults", f"attacks {first}", *others, *last)
     for method in dict.fromkeys(cell.method for cell in results.cells):
         own = [cell for cell in results.cells if cell.method == method]
         honest = {cell.task: np.mean(cell.accuracy) for cell in own if cell.kind == "none"}
@@ -93,16 +106,15 @@ def _summary(results: Results) -> Iterator[str]:
             *([c for c in disturbed if c.kind == "attack" and c.share == share] for share in shares),
         ]
         worst = max(disturbed, key=lambda cell: drops[id(cell)])
-        yield line(
+        yield (
             method,
             "/".join(f"{value:.3f}" for value in honest.values()),
             *(f"{np.mean([drops[id(cell)] for cell in group]):.1f}" if group else "" for group in groups),
-            f"{drops[id(worst)]:.0f} ({worst.condition} {_percent(worst.share)}, {worst.task})",
+            f"{drops[id(worst)]:.0f} ({worst.condition} {_percent(worst.share)}{f', {worst.task}' if several else ''})",
             f"{sum(drops[id(cell)] <= 3 for cell in disturbed)} of {len(disturbed)}",
-            sum(sum(cell.lost) for cell in own),
-            sum(cell.ended for cell in own),
+            str(sum(sum(cell.lost) for cell in own)),
+            str(sum(cell.ended for cell in own)),
         )
-    yield ""
 
 
 def _backdoors(cells: Sequence[Cell]) -> Iterator[str]:
