@@ -470,8 +470,8 @@ main()
     assert "Traceback" not in done.stderr
 
 
-def interrupted(*arguments, cwd, runs):
-    """Return the records of a command that is interrupted once so many runs have a few rounds."""
+def interrupted(*arguments, cwd, runs, says):
+    """Return the records of a command that is interrupted once so many runs have a few rounds, and says how to go on."""
     command = [*PROGRAM, *arguments, "--rounds", "100000", "--engine", "reference", "--quiet"]
     with subprocess.Popen(command, cwd=cwd, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 90
@@ -481,19 +481,27 @@ def interrupted(*arguments, cwd, runs):
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "interrupted" in errors
+    assert f"interrupted: completed rounds are in runs; {says}\n" in errors
     assert "Traceback" not in errors
     return sorted(cwd.glob("runs/*.jsonl"))
 
 
-def test_an_interrupt_leaves_complete_records_behind(tmp_path):
-    (path,) = interrupted("run", cwd=tmp_path, runs=1)
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "to be able to continue, run it with --resume"),
+        (["--resume"], "start the same command again to continue"),
+    ],
+)
+def test_an_interrupt_leaves_complete_records_behind(tmp_path, options, says):
+    (path,) = interrupted("run", *options, cwd=tmp_path, runs=1, says=says)
     assert path.read_text().endswith("}\n")
     assert len(fc.read_run(path)[1]) >= 3
 
 
 def test_an_interrupt_ends_a_comparison_and_its_workers(tmp_path):
-    paths = interrupted("compare", "--jobs", "2", cwd=tmp_path, runs=2)
+    says = "to be able to continue, run each of them with fedcontext run --resume"
+    paths = interrupted("compare", "--jobs", "2", cwd=tmp_path, runs=2, says=says)
     sizes = [path.stat().st_size for path in paths]
     time.sleep(0.5)
     assert sizes == [path.stat().st_size for path in sorted(tmp_path.glob("runs/*.jsonl"))]

@@ -10,7 +10,17 @@ from typing import Annotated, Any
 
 import typer
 
-from fedcontext.cli.options import OPTIONS, Jobs, Out, Quiet, command_line, distinct, interruptible, takes_settings
+from fedcontext.cli.options import (
+    OPTIONS,
+    REUSED,
+    Jobs,
+    Out,
+    Quiet,
+    command_line,
+    distinct,
+    interruptible,
+    takes_settings,
+)
 from fedcontext.cli.tables import plain_table, progress
 from fedcontext.console import out, print_line
 from fedcontext.errors import FedcontextError
@@ -61,7 +71,7 @@ def leaderboard(
     tuning, seeds = list(entries.TUNING_SEEDS), list(entries.TEST_SEEDS)
     if quick:
         tuning, seeds = tuning[:1], seeds[:2]
-    with interruptible(out_dir), lock(out_dir / "results.json"):
+    with interruptible(out_dir, REUSED), lock(out_dir / "results.json"):
         made = board.compete(
             chosen,
             rivals,
@@ -115,7 +125,7 @@ def tune(
     entrant = entries.Entrant("tune", {}, parse_grid(grid))
     tuning = [experiment_from({**settings, "seed": seed}).seed for seed in distinct("seeds", seeds)]
     experiments = tuning_experiments(task, entrant, tuning)
-    with interruptible(out_dir), progress("tune", sum(each.rounds for each in experiments), quiet) as on_round:
+    with interruptible(out_dir, REUSED), progress("tune", sum(each.rounds for each in experiments), quiet) as on_round:
         run_missing(experiments, out_dir, jobs or os.cpu_count() or 1, on_round)
     best = choose(task, entrant, tuning, out_dir)
     scores = candidate_scores(task, entrant, tuning, out_dir)

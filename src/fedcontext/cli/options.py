@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from fedcontext.console import err
+from fedcontext.console import err, print_line
 from fedcontext.errors import FedcontextError, shown
 from fedcontext.experiment import SETTINGS, Experiment, settings_from_toml, with_limits
 from fedcontext.presets import PRESETS, preset_named
@@ -176,19 +176,22 @@ def command_line(command: str, options: Mapping[str, object]) -> str:
     return " ".join((f"fedcontext {command}", *words))
 
 
+REUSED = "start the same command again: runs that are complete are reused"
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM, which ends a command as an interrupt does."""
 
 
 @contextmanager
-def interruptible(out_dir: Path) -> Iterator[None]:
-    """Exit with 130 on an interrupt and 143 on SIGTERM, and print where the completed rounds are."""
+def interruptible(out_dir: Path, how_to_continue: str) -> Iterator[None]:
+    """Exit with 130 on an interrupt and 143 on SIGTERM, and print where the completed rounds are and how to go on."""
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     except KeyboardInterrupt as error:
         word, code = ("terminated", 143) if isinstance(error, Terminated) else ("interrupted", 130)
-        err.print(f"{word}: completed rounds are in {out_dir}", style="yellow", highlight=False)
+        print_line(f"{word}: completed rounds are in {out_dir}; {how_to_continue}", err, "yellow")
         raise typer.Exit(code) from None
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedcontext.cli.options import Jobs, Quiet, interruptible
+from fedcontext.cli.options import REUSED, Jobs, Quiet, interruptible
 from fedcontext.cli.tables import progress
 from fedcontext.console import print_line
 
@@ -41,7 +41,7 @@ def reproduce(
         series = study.quick_series() if quick else study.series
         missing = missing_experiments(series, out_dir, quick)
         total = sum(run.rounds for run in missing)
-        with interruptible(out_dir), progress(study.name, total, quiet) as on_round:
+        with interruptible(out_dir, REUSED), progress(study.name, total, quiet) as on_round:
             run_experiments(missing, out_dir, jobs or os.cpu_count() or 1, on_round)
         figure_paths = draw_figures(study, read_records(series, out_dir, quick), out_dir / "figures")
         for path in figure_paths if not quiet else ():

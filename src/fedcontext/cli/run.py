@@ -70,7 +70,11 @@ def run(
 ) -> None:
     """Run one algorithm and write a record of every round."""
     experiment = experiment_from(settings)
-    with interruptible(out_dir), follow([experiment], out_dir, quiet=quiet, report=report, track=track) as on_round:
+    go_on = "start the same command again to continue" if resume else "to be able to continue, run it with --resume"
+    with (
+        interruptible(out_dir, go_on),
+        follow([experiment], out_dir, quiet=quiet, report=report, track=track) as on_round,
+    ):
         records = run_one(experiment, out_dir, on_round, resume=resume, save=save)
     if as_json:
         typer.echo(json.dumps(_as_json(experiment, records, out_dir)))
@@ -102,7 +106,11 @@ def compare(
         from fedcontext.paper import figures
 
         figures.check_path(figure)
-    with interruptible(out_dir), follow(experiments, out_dir, quiet=quiet, report=report, track=track) as on_round:
+    go_on = "to be able to continue, run each of them with fedcontext run --resume"
+    with (
+        interruptible(out_dir, go_on),
+        follow(experiments, out_dir, quiet=quiet, report=report, track=track) as on_round,
+    ):
         results = run_all(experiments, out_dir, jobs or os.cpu_count() or 1, on_round)
     runs: dict[str, Runs] = defaultdict(lambda: defaultdict(list))
     for experiment, records in zip(experiments, results, strict=True):

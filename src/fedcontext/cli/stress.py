@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedcontext.cli.options import Jobs, Quiet, command_line, distinct, interruptible
+from fedcontext.cli.options import REUSED, Jobs, Quiet, command_line, distinct, interruptible
 from fedcontext.cli.tables import plain_table, progress
 from fedcontext.console import out, print_line
 from fedcontext.errors import FedcontextError
@@ -42,7 +42,7 @@ def stress(
     for each in filter(None, (folder, docs)):
         check_folder(each)
     given = {"quick": quick, "tasks": tasks, "device": "" if device == "cpu" else device, "docs": docs}
-    with interruptible(folder):
+    with interruptible(folder, REUSED):
         made = run_all(
             folder,
             jobs or os.cpu_count() or 1,
