@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import shlex
 import subprocess
@@ -114,6 +115,15 @@ def test_every_fault_and_attack_is_on_its_page():
     page = (DOCS / "guide" / "faults.md").read_text("utf-8")
     lines = {**FAULTS, **{name: attack.help for name, attack in ATTACKS.items()}}
     assert [name for name, line in lines.items() if f"| `{name}` | {line} |" not in page] == []
+
+
+def test_every_field_of_a_geometry_is_on_the_page_about_adding_a_rule():
+    """With the comment beside the field, and the first line of the property's docstring."""
+    page = (DOCS / "guide" / "add-a-rule.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.MULTILINE))
+    comments = re.findall(r"^    (\w+): [^#\n]*# (.+)$", inspect.getsource(fc.Geometry), re.MULTILINE)
+    assert [name for name, _ in comments] == [field.name for field in dataclasses.fields(fc.Geometry)]
+    assert rows == {**dict(comments), "slope": fc.Geometry.slope.__doc__.removesuffix(".")}
 
 
 def test_every_combination_of_gradients_is_on_the_page_of_rules():
