@@ -4,9 +4,11 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 
 .PHONY: demo test lint browser core-check docs reproduction bench clean
 
-demo: .venv/demo.done  ## FedAvg, FedAdam, contextual as printed and the default on two data sets: tables and docs/figures/demo.png
+FIGURE ?= runs/demo/demo.png
+
+demo: .venv/demo.done  ## FedAvg, FedAdam, contextual as printed and the default on two data sets: tables and a picture
 	$(BIN)/fedcontext compare --dataset synthetic-1-1,synthetic-iid --rounds 60 --seeds 0,1,2 \
-	  --algorithms fedavg,fedadam,fedavg-contextual,fedavg-memory --out runs/demo --figure docs/figures/demo.png
+	  --algorithms fedavg,fedadam,fedavg-contextual,fedavg-memory --out runs/demo --figure $(FIGURE)
 
 test: .venv/test.done lint browser  ## Everything CI checks
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +70,20 @@ def test_links_to_files_lead_to_files():
     targets = re.findall(r"\]\((?!https?:)([^)#]+)", TEXT)
     assert len(targets) > 10
     assert [target for target in targets if not (README.parent / target).exists()] == []
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+@pytest.mark.parametrize(
+    ("given", "figure"),
+    [([], "runs/demo/demo.png"), (["FIGURE=docs/figures/demo.png"], "docs/figures/demo.png")],
+    ids=["default", "published"],
+)
+def test_the_demo_replaces_the_published_picture_only_where_asked(given, figure):
+    """``runs/`` is not tracked, so that a fresh clone is unchanged after ``make demo``."""
+    command = ["make", "--dry-run", "demo", *given]
+    printed = subprocess.run(command, cwd=README.parent, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"--figure (\S+)", printed) == [figure]
+    assert "runs/" in (README.parent / ".gitignore").read_text("utf-8").splitlines()
 
 
 def test_the_first_screen_has_install_picture_and_three_lines():
