@@ -145,10 +145,13 @@ class Federation:
 
 
 @contextlib.contextmanager
-def federation(at: Path, nodes: int) -> Iterator[Federation]:
-    """Yield a federation of ``nodes`` registered SuperNodes, and stop it on exit."""
+def federation(
+    at: Path, nodes: int, prepare: Callable[[Federation], None] = lambda local: None
+) -> Iterator[Federation]:
+    """Yield a federation of ``nodes`` registered SuperNodes, and stop it on exit; ``prepare`` is called first."""
     local = Federation(at)
     try:
+        prepare(local)
         local.start_superlink()
         for k in range(nodes):
             key = local.make_key(f"node{k}")

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import fast_flower
 import numpy as np
 import pytest
 from fedcontext_app import server_app, task
@@ -40,10 +41,15 @@ def in_this_process(at: Path, **settings: object) -> tuple[np.ndarray, list[fc.R
     return model(at / "here.st"), fc.read_run(at / "here.jsonl")[1]
 
 
+def fork_apps(local: Federation) -> None:
+    """Let apps be forked from one process: to import Flower in each of them takes longer than all they do."""
+    wait_until(fast_flower.prepare(local, ("flwr-clientapp", "flwr-serverapp")).exists, "apps can be forked")
+
+
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
     at = tmp_path_factory.mktemp("federation")
-    with federation(at, 3) as running:
+    with federation(at, 3, fork_apps) as running:
         yield running
     shutil.rmtree(at, ignore_errors=True)  # private keys
 
