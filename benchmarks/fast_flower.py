@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -64,6 +65,7 @@ def fork_apps(path: str) -> None:
         requests.bind(path)
         requests.listen(64)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+        gc.freeze()  # or each app would write to, and so copy, the pages that it shares with this process
         while True:
             with requests.accept()[0] as request:
                 arguments = json.loads(request.makefile().readline())
