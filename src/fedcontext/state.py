@@ -10,7 +10,7 @@ import numpy as np
 
 from fedcontext.aggregation.result import Aggregation
 from fedcontext.algorithms import Algorithm
-from fedcontext.arrays.tree import FloatArray, Leaves, Structure, is_finite, leaves, rebuild, trained_leaves
+from fedcontext.arrays.tree import FloatArray, Leaves, Structure, all_finite, leaf_name, leaves, rebuild, trained_leaves
 from fedcontext.errors import FedcontextError
 from fedcontext.measurement.geometry import Report
 from fedcontext.rules.base import State as RuleState
@@ -57,11 +57,17 @@ def server_step(
         step = rebuild(step, {**leaves(step), **moved})
     if algorithm.server:
         step, server = except_buffers(algorithm.server, buffers).update(step, server, state.params)
-    base, steps = trained_leaves(state.params, buffers), leaves(step)
-    params = {**leaves(result.params), **{name: leaf + steps[name] for name, leaf in base.items()}}
-    if not is_finite(params):
-        raise FedcontextError("the server's step overflowed; lower the server learning rate")
-    return replace(state, params=rebuild(state.params, params), server=server, variates=variates)
+    params = add_server_step(state.params, step, result, buffers)
+    return replace(state, params=params, server=server, variates=variates)
+
+
+def add_server_step(params: Structure, step: Structure, result: Aggregation, buffers: Collection[str]) -> Structure:
+    """Return params plus the server's step, with the buffers of ``result``, which are averaged."""
+    steps = leaves(step)
+    moved = {name: leaf + steps[name] for name, leaf in trained_leaves(params, buffers).items()}
+    if bad := [leaf_name(name) for name, leaf in moved.items() if not all_finite(leaf)]:
+        raise FedcontextError(f"the server's step overflows {', '.join(bad)}; lower the server learning rate")
+    return rebuild(params, {**leaves(result.params), **moved})
 
 
 def _next_variates(

@@ -14,7 +14,6 @@ import numpy as np
 from fedcontext.aggregation.aggregate import aggregate
 from fedcontext.aggregation.result import Aggregation
 from fedcontext.aggregation.validation import check_defences, select_leaves, validate
-from fedcontext.arrays.tree import all_finite
 from fedcontext.errors import FedcontextError
 from fedcontext.flower.messages import Reply
 from fedcontext.flower.protocol import Arrays, printable
@@ -23,6 +22,7 @@ from fedcontext.measurement.geometry import Report
 from fedcontext.records import RoundRecord, round_record
 from fedcontext.rules.base import AnyRule, Rule, State
 from fedcontext.rules.server import ServerOptimizer, except_buffers
+from fedcontext.state import add_server_step
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,7 @@ def _server_step(
 ) -> tuple[Aggregation, Any]:
     """Return the aggregation with the optimiser's step in place of the rule's, and the optimiser's next state."""
     step, state = optimizer.update(aggregation.step, optimizer.init(params) if state is None else state, params)
-    trained = {name for name, array in params.items() if name not in buffers and array.dtype.kind == "f"}
-    new = {name: array + step[name] if name in trained else aggregation.params[name] for name, array in params.items()}
-    if bad := [name for name in new if not all_finite(new[name])]:
-        raise FedcontextError(f"the step of {optimizer.name} overflows {', '.join(bad)}: decrease its learning rate")
+    new = add_server_step(params, step, aggregation, buffers)
     motion = replace(aggregation.motion, step_norm=None)
     return replace(aggregation, params=new, promised_change=math.nan, geometry=None, motion=motion), state
 
