@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -13,7 +11,6 @@ import sys
 import time
 from dataclasses import asdict, fields
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedcontext as fc
+from commands import call
 from fedcontext.cli import main
 from fedcontext.cli.options import OPTIONS
 from fedcontext.cli.tables import mean_and_deviation, outcome
@@ -39,23 +37,6 @@ def program(*arguments, cwd, **environment):
     return subprocess.run(
         [*PROGRAM, *map(str, arguments)], cwd=cwd, env=outer, capture_output=True, text=True, timeout=300, check=False
     )
-
-
-def call(*arguments, cwd, **environment):
-    """Run a command in this process, which has loaded all modules: faster than `program`."""
-    command, stdout, stderr = ["fedcontext", *map(str, arguments)], io.StringIO(), io.StringIO()
-    with (
-        contextlib.chdir(cwd),
-        mock.patch.object(sys, "argv", command),
-        mock.patch.dict(os.environ, {"NO_COLOR": "1", **environment}),
-        contextlib.redirect_stdout(stdout),
-        contextlib.redirect_stderr(stderr),
-    ):
-        try:
-            code = main()
-        except SystemExit as exit_:
-            code = exit_.code
-    return subprocess.CompletedProcess(command, code or 0, stdout.getvalue(), stderr.getvalue())
 
 
 def test_version_is_the_packages(tmp_path):

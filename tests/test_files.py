@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import fedcontext as fc
+from commands import call
 from fedcontext import checkpoint, runner
-from fedcontext.cli import main
 from fedcontext.datasets import FederatedData
 from fedcontext.errors import FileError
 from fedcontext.files import storage
@@ -251,16 +251,8 @@ def started(*arguments: object, cwd: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def called(*arguments: str, monkeypatch: pytest.MonkeyPatch, capsys) -> tuple[object, str]:
-    """Return the exit status of a command in this process, and what it printed as its error."""
-    monkeypatch.setattr(sys, "argv", ["fedcontext", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return ended.value.code, capsys.readouterr().err
-
-
 def test_a_second_run_into_the_same_files_is_refused_until_the_first_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     options = ("--rounds", "100000", "--engine", "reference", "--quiet")
@@ -269,10 +261,10 @@ def test_a_second_run_into_the_same_files_is_refused_until_the_first_is_gone(
             ("run", "--algorithm", "fedavg"),
             ("compare", "--algorithms", "fedprox,fedavg", "--seeds", "0"),
         ):
-            code, printed = called(*command, *options, monkeypatch=monkeypatch, capsys=capsys)
-            assert code == 2
-            assert f"process {first.pid} is already running on this file" in " ".join(printed.split())
-            assert len(printed) < 500
+            done = call(*command, *options)
+            assert done.returncode == 2
+            assert f"process {first.pid} is already running on this file" in " ".join(done.stderr.split())
+            assert len(done.stderr) < 500
         assert first.poll() is None
         assert [path.suffix for path in sorted((tmp_path / "runs").iterdir())] == [".jsonl", ".lock", ".toml"]
     (path,) = (tmp_path / "runs").glob("*.jsonl")
@@ -375,11 +367,11 @@ def test_an_output_never_replaces_anything_but_a_file(tmp_path: Path, small_data
 
 
 @pytest.mark.parametrize("command", ["run", "compare"])
-def test_a_device_is_no_directory_for_records(command: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_a_device_is_no_directory_for_records(command: str) -> None:
     few = ("--rounds", "1", "--engine", "reference", "--out", "/dev/null")
-    code, printed = called(command, *few, monkeypatch=monkeypatch, capsys=capsys)
-    assert code == 2
-    assert "error: /dev/null: must be a directory for output files, and is not" in " ".join(printed.split())
+    done = call(command, *few)
+    assert done.returncode == 2
+    assert "error: /dev/null: must be a directory for output files, and is not" in " ".join(done.stderr.split())
 
 
 # A full disk
@@ -412,18 +404,20 @@ def test_a_run_resumes_identical_wherever_the_disk_was_full(tmp_path: Path, smal
     assert named == {".jsonl.lock", ".toml", ".jsonl", ".safetensors"}
 
 
-def test_a_full_disk_ends_a_command_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_a_full_disk_ends_a_command_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     few = ("--rounds", "3", "--epochs", "1", "--engine", "reference", "--quiet")
     options = {"--resume": "the run resumes where it was", "--save=model.npz": "has the rounds until now"}
     for option, advice in options.items():
         with files_limited_to(5_000 if option == "--resume" else 3_000):
-            code, printed = called("run", *few, option, monkeypatch=monkeypatch, capsys=capsys)
-        assert code == 2
-        assert printed.startswith("error: ")
-        assert "cannot be written (File too large). When it can be written, start the same command again:" in printed
-        assert printed.endswith(f"{advice}\n")
-        assert printed.count("\n") == 1
+            done = call("run", *few, option)
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ")
+        assert (
+            "cannot be written (File too large). When it can be written, start the same command again:" in done.stderr
+        )
+        assert done.stderr.endswith(f"{advice}\n")
+        assert done.stderr.count("\n") == 1
 
 
 def test_a_full_disk_does_not_count_as_divergence(tmp_path: Path) -> None:
