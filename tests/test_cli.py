@@ -41,6 +41,8 @@ def program(*arguments, cwd, **environment):
 
 def test_version_is_the_packages(tmp_path):
     assert program("--version", cwd=tmp_path).stdout.strip() == f"fedcontext {fc.__version__}"
+    module = subprocess.run([sys.executable, "-m", "fedcontext", "--version"], capture_output=True, text=True, check=True)
+    assert module.stdout == f"fedcontext {fc.__version__}\n"
 
 
 def test_run_prints_a_table_and_writes_records_and_the_toml_that_repeats_it(tmp_path):

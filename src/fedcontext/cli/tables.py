@@ -120,16 +120,18 @@ def lost_rounds(summaries: Summaries) -> str:
 
 
 def unused_replies(summaries: Summaries, disturbed: bool) -> str:
-    """Return a line about the replies that were excluded; with faults or attacks also if some were only clipped.
+    """Return a line about the replies that were excluded; with faults or attacks also about those that were clipped.
 
     >>> from fedcontext.results.summary import summarise
     >>> unused_replies({"fedavg": [summarise([RoundRecord(1, excluded={3: "late"}, clipped={5: "update"})])]}, False)
-    'replies: fedavg 1 excluded, 1 clipped (the records have the reasons)'
+    'replies: fedavg 1 excluded (the records have the reasons)'
     """
-    counts = {label: (sum(r.excluded for r in runs), sum(r.clipped for r in runs)) for label, runs in summaries.items()}
-    parts = [f"{label} {excluded} excluded, {clipped} clipped" for label, (excluded, clipped) in counts.items()]
-    matters = any(excluded or (disturbed and clipped) for excluded, clipped in counts.values())
-    return f"replies: {'; '.join(parts)} (the records have the reasons)" if matters else ""
+    parts = []
+    for label, runs in summaries.items():
+        excluded, clipped = sum(run.excluded for run in runs), sum(run.clipped for run in runs)
+        if excluded or (disturbed and clipped):
+            parts.append(f"{label} {excluded} excluded" + f", {clipped} clipped" * disturbed)
+    return f"replies: {'; '.join(parts)} (the records have the reasons)" if parts else ""
 
 
 def mean_and_deviation(values: Sequence[float]) -> str:

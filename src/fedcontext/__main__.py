@@ -1,0 +1,5 @@
+"""`python -m fedcontext`: the command line."""
+
+from fedcontext.cli import main
+
+main()
