@@ -41,7 +41,9 @@ def program(*arguments, cwd, **environment):
 
 def test_version_is_the_packages(tmp_path):
     assert program("--version", cwd=tmp_path).stdout.strip() == f"fedcontext {fc.__version__}"
-    module = subprocess.run([sys.executable, "-m", "fedcontext", "--version"], capture_output=True, text=True, check=True)
+    module = subprocess.run(
+        [sys.executable, "-m", "fedcontext", "--version"], capture_output=True, text=True, check=True
+    )
     assert module.stdout == f"fedcontext {fc.__version__}\n"
 
 
@@ -483,11 +485,23 @@ def test_an_interrupt_leaves_complete_records_behind(tmp_path, options, says):
 
 
 def test_an_interrupt_ends_a_comparison_and_its_workers(tmp_path):
-    says = "to be able to continue, run each of them with fedcontext run --resume"
+    says = "to be able to continue, run it with --resume"
     paths = interrupted("compare", "--jobs", "2", cwd=tmp_path, runs=2, says=says)
     sizes = [path.stat().st_size for path in paths]
     time.sleep(0.5)
     assert sizes == [path.stat().st_size for path in sorted(tmp_path.glob("runs/*.jsonl"))]
+
+
+def test_a_comparison_that_resumes_equals_one_that_was_not_interrupted(tmp_path):
+    command = "compare", "--algorithms", "fedavg,fedavg-memory", "--seeds", "3", "--jobs", "1", "--quiet", "--rounds"
+    call(*command, 2, "--resume", "--out", "resumed", cwd=tmp_path)
+    for folder, options in (("resumed", ["--resume"]), ("once", [])):
+        call(*command, 4, *options, "--out", folder, cwd=tmp_path)
+    names = sorted(path.name for path in (tmp_path / "once").glob("*.jsonl"))
+    assert len(names) == 2
+    for name in names:
+        resumed, once = (fc.read_run(tmp_path / folder / name)[1] for folder in ("resumed", "once"))
+        assert [(each.number, each.loss) for each in resumed] == [(each.number, each.loss) for each in once]
 
 
 def test_an_interrupt_while_workers_load_ends_without_a_traceback(tmp_path):

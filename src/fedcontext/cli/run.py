@@ -7,6 +7,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -47,6 +48,12 @@ LISTS = {
         str | None, typer.Option(metavar="INTEGERS", help=f"Comma-separated seeds, one run each. [default: {SEEDS}]")
     ],
 }
+Resume: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--resume", help="Checkpoint every round, and continue from the checkpoints in --out, also with more rounds."
+    ),
+]
 COMPARE = {**LISTS, **{name: option for name, option in OPTIONS.items() if f"{name}s" not in LISTS}}
 
 
@@ -57,12 +64,7 @@ def run(
     save: Annotated[
         Path | None, typer.Option(help="Write the trained model to this file (.npz or .safetensors).")
     ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Checkpoint every round, and continue from the checkpoint in --out, also with more rounds."
-        ),
-    ] = False,
+    resume: Resume = False,
     report: ReportPage = None,
     track: Track = "",
     quiet: Quiet = False,
@@ -70,9 +72,8 @@ def run(
 ) -> None:
     """Run one algorithm and write a record of every round."""
     experiment = experiment_from(settings)
-    go_on = "start the same command again to continue" if resume else "to be able to continue, run it with --resume"
     with (
-        interruptible(out_dir, go_on),
+        interruptible(out_dir, _how_to_continue(resume)),
         follow([experiment], out_dir, quiet=quiet, report=report, track=track) as on_round,
     ):
         records = run_one(experiment, out_dir, on_round, resume=resume, save=save)
@@ -92,6 +93,7 @@ def compare(
         Path | None, typer.Option(help="Draw loss and accuracy into this file (.png, .pdf, .svg).")
     ] = None,
     jobs: Jobs = None,
+    resume: Resume = False,
     report: ReportPage = None,
     track: Track = "",
     quiet: Quiet = False,
@@ -106,12 +108,12 @@ def compare(
         from fedcontext.paper import figures
 
         figures.check_path(figure)
-    go_on = "to be able to continue, run each of them with fedcontext run --resume"
     with (
-        interruptible(out_dir, go_on),
+        interruptible(out_dir, _how_to_continue(resume)),
         follow(experiments, out_dir, quiet=quiet, report=report, track=track) as on_round,
     ):
-        results = run_all(experiments, out_dir, jobs or os.cpu_count() or 1, on_round)
+        run_each = partial(run_one, resume=resume)
+        results = run_all(experiments, out_dir, jobs or os.cpu_count() or 1, on_round, run=run_each)
     runs: dict[str, Runs] = defaultdict(lambda: defaultdict(list))
     for experiment, records in zip(experiments, results, strict=True):
         runs[experiment.dataset][experiment.algorithm].append((experiment, records))
@@ -130,6 +132,10 @@ def compare(
         _print_paths(
             {"records": out_dir, "figure": figure, "report": report, "tracked": tracked_to(track, out_dir)},
         )
+
+
+def _how_to_continue(resume: bool) -> str:
+    return "start the same command again to continue" if resume else "to be able to continue, run it with --resume"
 
 
 def _experiments(settings: dict[str, Any]) -> list[Experiment]:
