@@ -58,6 +58,14 @@ def finish(local: Federation, run: subprocess.Popen) -> None:
     assert run.wait(LIMIT) == 0, local.log("run")
 
 
+def test_a_round_in_the_processes_that_flower_itself_starts(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "num_server_rounds": 1, "min_nodes": 2, "fraction_evaluate": 0.0}
+    with federation(tmp_path, 2) as plain:
+        finish(plain, plain.start_run(**settings, records=tmp_path / "run.jsonl", checkpoint=tmp_path / "run.st"))
+    expected, _ = in_this_process(tmp_path, **settings)
+    assert model(tmp_path / "run.st").tobytes() == expected.tobytes()
+
+
 def test_three_rounds_over_tls_with_registered_nodes_and_a_stranger_refused(local: Federation, tmp_path: Path) -> None:
     run = local.start_run(**SETTINGS, records=tmp_path / "run.jsonl", checkpoint=tmp_path / "run.st")
     stranger = local.start_supernode(9, 10, local.make_key("stranger"))
