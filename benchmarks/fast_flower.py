@@ -1,7 +1,7 @@
 """Short rounds for a federation on one machine, by what a long test does not need of Flower.
 
 - Client apps are forked from a process that has imported Flower: the imports take 1.5 s of CPU for each message.
-  The process that Flower starts waits for the forked one, and takes it along when it is killed.
+  The process that Flower starts waits for the forked one; when it is killed, the forked one exits too.
 - SuperNodes and server apps ask for messages every 0.5 s in place of 3 s, SuperExecs for tasks every 0.3 s.
 - Nodes send heartbeats for an interval of 10 s in place of 30 s, so that a killed one is given up after 20 s.
 """
@@ -26,7 +26,8 @@ flwr.common.constant.HEARTBEAT_DEFAULT_INTERVAL = 10
 sleep = time.sleep
 time.sleep = lambda seconds: sleep(0.5 if seconds == 3 else seconds)
 """
-FORKED = """#!{python} -IS
+# Stands in for a program of Flower. It exits with 0 even if the app failed: Flower learns of failures from messages.
+LAUNCHER = """#!{python} -IS
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as request:
     request.connect("{socket}")
@@ -44,7 +45,7 @@ def prepare(local: Any, programs: Sequence[str] = ("flwr-clientapp",)) -> Path:
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(INTERVALS)
     for program in programs:
-        (folder / program).write_text(FORKED.format(python=sys.executable, socket=requests))
+        (folder / program).write_text(LAUNCHER.format(python=sys.executable, socket=requests))
         (folder / program).chmod(stat.S_IRWXU)
     local.env["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = "0.3"
     local.env["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, sys.path)])

@@ -185,25 +185,42 @@ def test_a_networks_own_parameters_can_be_out():
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0], [1.0, np.nan], [[1.0, 2.0]]])
 def test_a_rule_that_gives_other_than_one_finite_weight_each_is_named(weights):
     odd = fc.stateless("odd", lambda geometry: np.array(weights))
-    with pytest.raises(FedcontextError, match="rule 'odd' must give 2 finite weights"):
+    with pytest.raises(FedcontextError, match="rule 'odd': weigh must return 2 finite weights"):
         fc.aggregate(np.zeros(600_000), [np.ones(600_000)] * 2, rule=odd)
 
 
-@pytest.mark.parametrize("returned", ["text", None, 3, np.ones(3), np.ones((2, 1)), (np.ones(2),)], ids=str)
+NONSENSE = ["text", None, 3, np.ones(3), np.ones((2, 1)), (np.ones(2),), ["0.5"] * 4, [1j, 1, 1, 1], [10**400, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("returned", NONSENSE, ids=lambda value: str(value)[:20])
 @pytest.mark.parametrize(
     ("make", "must"),
     [
-        (lambda x: fc.stateless("odd", lambda geometry: x), "must give 2 finite weights, an array of shape (2,)"),
+        (lambda x: fc.stateless("odd", lambda geometry: x), "weigh must return 2 finite weights"),
         (lambda x: fc.Rule("odd", lambda geometry, state: x), "weigh must return (weights, state)"),
         (lambda x: fc.SumRule("odd", lambda *given: x), "step must return (step, state, info)"),
-        (lambda x: fc.SumRule("odd", lambda *given: (x, None, {})), "must give a step of 4 entries"),
-        (lambda x: fc.CoordinateRule("odd", lambda block: x), "combine must return 4 entries"),
+        (lambda x: fc.SumRule("odd", lambda *given: (x, None, {})), "step must return 4 finite entries"),
+        (lambda x: fc.CoordinateRule("odd", lambda block: x), "combine must return 4 finite entries"),
     ],
     ids=["stateless", "weigh", "step", "vector", "combine"],
 )
 def test_a_rule_that_returns_something_else_is_named_with_what_it_must_return(make, must, returned):
     with pytest.raises(FedcontextError, match=rf"rule 'odd'.* {re.escape(must)}.*, got"):
         fc.aggregate(np.zeros(4), [np.ones(4)] * 2, rule=make(returned))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        fc.stateless("odd", lambda geometry: torch.ones(2, requires_grad=True)),
+        fc.SumRule("odd", lambda *given: (np.full(4, np.nan), None, {})),
+        fc.CoordinateRule("odd", lambda block: np.full(4, np.nan)),
+    ],
+    ids=["tensor with a gradient", "NaN step", "NaN combination"],
+)
+def test_what_a_rule_returns_must_be_finite_numbers(rule):
+    with pytest.raises(FedcontextError, match=r"rule 'odd': \w+ must return \d finite \w+, got"):
+        fc.aggregate(np.zeros(4), [np.ones(4)] * 2, rule=rule)
 
 
 def test_two_leaves_of_one_name_are_refused():
@@ -507,7 +524,7 @@ def test_a_state_that_the_rule_did_not_return_is_refused(state):
 )
 def test_a_rule_that_keeps_no_state_refuses_one(rule):
     vectors, state = [np.ones(5), np.arange(5.0)], rounds_of_memory(2).state
-    with pytest.raises(FedcontextError, match=f"rule '{rule.name}' keeps no state: leave state out"):
+    with pytest.raises(FedcontextError, match=f"the state is of another rule: rule '{rule.name}' keeps none"):
         fc.aggregate(np.zeros(5), vectors, gradients=vectors, rule=rule, state=state)
     result = fc.aggregate(np.zeros(5), vectors, gradients=vectors, rule=rule)
     fc.aggregate(result.params, vectors, gradients=vectors, rule=rule, state=result.state)

@@ -455,6 +455,9 @@ main()
     assert "Traceback" not in done.stderr
 
 
+NO_CHECKPOINT = "there is no checkpoint to continue from: with --resume one is written after every round"
+
+
 def interrupted(*arguments, cwd, runs, says):
     """Return the records of a command that is interrupted once so many runs have a few rounds, and says how to go on."""
     command = [*PROGRAM, *arguments, "--rounds", "100000", "--engine", "reference", "--quiet"]
@@ -474,7 +477,7 @@ def interrupted(*arguments, cwd, runs, says):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ([], "to be able to continue, run it with --resume"),
+        ([], NO_CHECKPOINT),
         (["--resume"], "start the same command again to continue"),
     ],
 )
@@ -485,18 +488,18 @@ def test_an_interrupt_leaves_complete_records_behind(tmp_path, options, says):
 
 
 def test_an_interrupt_ends_a_comparison_and_its_workers(tmp_path):
-    says = "to be able to continue, run it with --resume"
-    paths = interrupted("compare", "--jobs", "2", cwd=tmp_path, runs=2, says=says)
+    paths = interrupted("compare", "--jobs", "2", cwd=tmp_path, runs=2, says=NO_CHECKPOINT)
     sizes = [path.stat().st_size for path in paths]
     time.sleep(0.5)
     assert sizes == [path.stat().st_size for path in sorted(tmp_path.glob("runs/*.jsonl"))]
 
 
-def test_a_comparison_that_resumes_equals_one_that_was_not_interrupted(tmp_path):
-    command = "compare", "--algorithms", "fedavg,fedavg-memory", "--seeds", "3", "--jobs", "1", "--quiet", "--rounds"
-    call(*command, 2, "--resume", "--out", "resumed", cwd=tmp_path)
-    for folder, options in (("resumed", ["--resume"]), ("once", [])):
-        call(*command, 4, *options, "--out", folder, cwd=tmp_path)
+def test_a_comparison_that_resumes_continues_each_run_and_equals_one_without_a_break(tmp_path):
+    command = "compare", "--algorithms", "fedavg,fedavg-memory", "--seeds", "3", "--jobs", "2", "--rounds"
+    program(*command, 2, "--resume", "--out", "resumed", cwd=tmp_path)
+    done = program(*command, 4, "--resume", "--out", "resumed", cwd=tmp_path)
+    assert done.stderr.count("continuing after round 2 of resumed") == 2
+    program(*command, 4, "--out", "once", cwd=tmp_path)
     names = sorted(path.name for path in (tmp_path / "once").glob("*.jsonl"))
     assert len(names) == 2
     for name in names:

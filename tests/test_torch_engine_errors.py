@@ -27,7 +27,12 @@ OUT_OF_MEMORY = torch.cuda.OutOfMemoryError
         ({"module": nn.Linear(6, 2)}, r"must return \(2, 3\) outputs for 2 samples, got \(2, 2\)"),
         ({"module": nn.Linear(5, 3)}, r"the module does not accept samples of shape \(6,\)"),
         ({"module": 5}, "module must be a torch.nn.Module or a function that returns one, got int"),
-        ({"module": nn.Linear}, r"Linear cannot be called without arguments .*: give a module, such as Linear\(...\)"),
+        ({"module": nn.Linear}, r"but Linear needs arguments .*; give an instance, such as Linear\(...\)"),
+        (
+            {"module": lambda width: nn.Linear(6, width)},
+            "or a function without arguments that returns one, but <lambda> needs",
+        ),
+        ({"module": dict}, "module must be a torch.nn.Module or a function that returns one, got dict"),
         ({"module": lambda: 5}, "module must be a torch.nn.Module or a function that returns one, got int"),
         ({"module": nn.Flatten()}, "module Flatten has no trainable parameter"),
         ({"loss": nn.functional.cross_entropy}, r"one number per sample \(reduction='none'\), shape \(2,\), got \(\)"),

@@ -146,12 +146,12 @@ class Federation:
 
 @contextlib.contextmanager
 def federation(
-    at: Path, nodes: int, prepare: Callable[[Federation], None] = lambda local: None
+    at: Path, nodes: int, before_start: Callable[[Federation], None] = lambda local: None
 ) -> Iterator[Federation]:
-    """Yield a federation of ``nodes`` registered SuperNodes, and stop it on exit; ``prepare`` is called first."""
+    """Yield a federation of ``nodes`` registered SuperNodes, and stop it on exit; ``before_start`` is called first."""
     local = Federation(at)
     try:
-        prepare(local)
+        before_start(local)
         local.start_superlink()
         for k in range(nodes):
             key = local.make_key(f"node{k}")

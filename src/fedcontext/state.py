@@ -66,7 +66,9 @@ def add_server_step(params: Structure, step: Structure, result: Aggregation, buf
     steps = leaves(step)
     moved = {name: leaf + steps[name] for name, leaf in trained_leaves(params, buffers).items()}
     if bad := [leaf_name(name) for name, leaf in moved.items() if not all_finite(leaf)]:
-        raise FedcontextError(f"the server's step overflows {', '.join(bad)}; lower the server learning rate")
+        raise FedcontextError(
+            f"the server's step overflows in {', '.join(bad)}; lower the server learning rate (with FedDyn: increase mu)"
+        )
     return rebuild(params, {**leaves(result.params), **moved})
 
 

@@ -1,7 +1,8 @@
-"""What a rule decides, checked: a rule that users write may return anything."""
+"""Call a rule and validate what it returns: rules can be written by users."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,17 +21,12 @@ def weights_of(rule: Rule, geometry: Geometry, state: State) -> tuple[FloatArray
     >>> weights_of(stateless("mine", lambda geometry: "equal"), Geometry(np.eye(2), np.ones(2)), None)
     Traceback (most recent call last):
     ...
-    fedcontext.errors.FedcontextError: rule 'mine' must give 2 finite weights, an array of shape (2,), got 'equal'
+    fedcontext.errors.FedcontextError: rule 'mine': weigh must return 2 finite weights, got 'equal'
     """
     returned = rule.weigh(geometry, state)
-    if not (isinstance(returned, tuple) and len(returned) == 2):
+    if not (isinstance(returned, tuple | list) and len(returned) == 2):
         raise FedcontextError(f"rule '{rule.name}': weigh must return (weights, state), got {_described(returned)}")
-    weights, after = returned
-    count, must = len(geometry.samples), f"rule '{rule.name}' must give"
-    weights = _numbers(weights, count, must, "finite weights")
-    if not np.isfinite(weights).all():
-        raise FedcontextError(f"{must} {count} finite weights, got {shown(weights)}")
-    return weights, after
+    return _numbers(returned[0], len(geometry.samples), f"rule '{rule.name}': weigh", "weights"), returned[1]
 
 
 def step_of(
@@ -38,28 +34,30 @@ def step_of(
 ) -> tuple[FloatArray, State, dict[str, Any]]:
     """Return the step of a rule on sums, the next state, and the numbers that the rule reports."""
     returned = rule.step(sums, state, population)
-    if not (isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[2], dict)):
+    if not (isinstance(returned, tuple | list) and len(returned) == 3 and isinstance(returned[2], Mapping)):
         raise FedcontextError(
             f"rule '{rule.name}': step must return (step, state, info), info a dict, got {_described(returned)}"
         )
     step, after, info = returned
-    return _numbers(step, sums.size, f"rule '{rule.name}' must give a step of", "entries"), after, info
+    return _numbers(step, sums.size, f"rule '{rule.name}': step", "entries"), after, dict(info)
 
 
 def combination_of(rule: CoordinateRule, block: FloatArray) -> FloatArray:
     """Return one value for each entry of a block of the devices' values."""
-    return _numbers(rule.combine(block), block.shape[1], f"rule '{rule.name}': combine must return", "entries")
+    return _numbers(rule.combine(block), block.shape[1], f"rule '{rule.name}': combine", "entries")
 
 
-def _numbers(value: object, count: int, must: str, what: str) -> FloatArray:
-    """Return the value as ``count`` numbers, if it is."""
+def _numbers(value: object, count: int, function: str, what: str) -> FloatArray:
+    """Return ``value`` as an array of ``count`` finite numbers, or raise an error that names the function."""
     try:
-        numbers = np.asarray(value, np.float64)
-    except (TypeError, ValueError):
+        numbers = np.asarray(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # of a torch tensor that requires a gradient: the last
         numbers = np.zeros(())
-    if numbers.shape != (count,):
-        raise FedcontextError(f"{must} {count} {what}, an array of shape ({count},), got {_described(value)}")
-    return numbers
+    if numbers.dtype.kind not in "biuf" or numbers.shape != (count,):
+        raise FedcontextError(f"{function} must return {count} finite {what}, got {_described(value)}")
+    if not np.isfinite(numbers).all():
+        raise FedcontextError(f"{function} must return {count} finite {what}, got {shown(numbers)}")
+    return np.asarray(numbers, np.float64)
 
 
 def _described(value: object) -> str:

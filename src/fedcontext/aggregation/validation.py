@@ -22,7 +22,7 @@ from fedcontext.arrays.tree import (
 from fedcontext.errors import FedcontextError, shown
 from fedcontext.measurement.defences import Defences
 from fedcontext.measurement.geometry import Name, Names, Report, Structures, Vectors
-from fedcontext.rules.base import AnyRule, CoordinateRule, State, SumRule, check_no_state
+from fedcontext.rules.base import AnyRule, CoordinateRule, Rule, State, SumRule
 
 NO_GRADIENT = "; leaves without a gradient, such as BatchNorm's running statistics, belong in buffers"
 
@@ -94,21 +94,18 @@ def check_defences(defences: object) -> None:
         raise FedcontextError(f"defences must be fc.Defences(...) or None, got {shown(defences)}")
 
 
-def check_state(rule: AnyRule, state: State, differences: bool) -> None:
-    """Raise an error for a state that is not the rule's own, and for differences without one.
+def check_state(rule: AnyRule, state: State) -> None:
+    """Raise an error for a state that is not the rule's own.
 
     >>> from fedcontext.rules.memory import contextual_memory
-    >>> check_state(contextual_memory(), [1, 2], differences=True)
+    >>> check_state(contextual_memory(), [1, 2])
     Traceback (most recent call last):
     ...
     fedcontext.errors.FedcontextError: state must be that of the last result of rule 'contextual memory', or None in the first round, got [1, 2]
     """
-    if isinstance(rule, CoordinateRule):
-        check_no_state(rule.name, state)
-    if isinstance(rule, SumRule) and rule.remembers and differences and state is None:
+    if state is not None and (isinstance(rule, CoordinateRule) or (isinstance(rule, Rule) and not rule.keeps_state)):
         raise FedcontextError(
-            f"rule '{rule.name}' got differences but no state: give the state of the last result (state=result.state), or, "
-            "in the first round, leave differences out"
+            f"the state is of another rule: rule '{rule.name}' keeps none; use the rule that returned it, or state=None"
         )
     try:
         if isinstance(rule, SumRule) and state is not None:
@@ -117,6 +114,22 @@ def check_state(rule: AnyRule, state: State, differences: bool) -> None:
         raise FedcontextError(
             f"state must be that of the last result of rule '{rule.name}', or None in the first round, got {shown(state)}"
         ) from None
+
+
+def check_differences(rule: AnyRule, state: State) -> None:
+    """Raise an error where devices sent differences, but the rule that keeps the last step got no state.
+
+    >>> from fedcontext.rules.memory import contextual_memory
+    >>> check_differences(contextual_memory(), None)
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: rule 'contextual memory' got differences but no state: give the state of the last result (state=result.state), or, in the first round, leave differences out
+    """
+    if isinstance(rule, SumRule) and rule.keeps_last_step and state is None:
+        raise FedcontextError(
+            f"rule '{rule.name}' got differences but no state: give the state of the last result (state=result.state), or, "
+            "in the first round, leave differences out"
+        )
 
 
 def raise_not_finite(report: Report, measured: set[str]) -> None:

@@ -158,14 +158,14 @@ def recommend(
     constraints = recommendation.Constraints(uplink, probes, device_state, secure_aggregation, nonconvex)
     allowed = recommendation.recommend(read_results(results or PUBLISHED), constraints)
     entrant, ratio = allowed[0]
-    out.print(
+    print_line(
         f"{entrant.name}: {ratio.mean:.2f} times the rounds of the best tuned baseline (geometric mean of "
-        f"{len(ratio.by_task)} tasks, worst {ratio.worst:.2f}), {ratio.uplink_round:.2f} times FedAvg's bytes a round",
-        soft_wrap=True,
-        highlight=False,
+        f"{len(ratio.by_task)} tasks, worst {ratio.worst:.2f}), {ratio.uplink_round:.2f} times FedAvg's bytes a round"
     )
-    out.print(recommendation.command_for(entrant), soft_wrap=True, highlight=False)
+    print_line(recommendation.command_for(entrant))
     _print_ratios([each for _, each in allowed[1:]])
+    if allowed[1:]:
+        print_line("To run or tune the others:")
     for other, _ in allowed[1:]:
         print_line(f"{other.name}: {recommendation.command_for(other)}")
 

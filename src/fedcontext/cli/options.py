@@ -50,6 +50,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 ReportPage = Annotated[Path | None, typer.Option("--report", help="HTML page that is updated while rounds finish.")]
 Track = Annotated[str, typer.Option(help="Also log to tensorboard, mlflow or wandb.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Number of processes. [default: one per core]")]
+REUSED = "start the same command again: runs that are complete are reused"  # said after an interrupt
 
 
 class Command(TyperCommand):
@@ -174,9 +175,6 @@ def command_line(command: str, options: Mapping[str, object]) -> str:
     given = {flag_of(name): value for name, value in options.items() if value}
     words = (flag if value is True else f"{flag} {shlex.quote(str(value))}" for flag, value in given.items())
     return " ".join((f"fedcontext {command}", *words))
-
-
-REUSED = "start the same command again: runs that are complete are reused"
 
 
 class Terminated(KeyboardInterrupt):

@@ -27,7 +27,7 @@ from fedcontext.cli.options import (
     interruptible,
     takes_settings,
 )
-from fedcontext.cli.tables import LEGEND, comparison, lost_rounds, outcome, unused_replies
+from fedcontext.cli.tables import LEGEND, comparison, excluded_replies, lost_rounds, outcome
 from fedcontext.console import out, print_line
 from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.records import RoundRecord
@@ -135,7 +135,9 @@ def compare(
 
 
 def _how_to_continue(resume: bool) -> str:
-    return "start the same command again to continue" if resume else "to be able to continue, run it with --resume"
+    if resume:
+        return "start the same command again to continue"
+    return "there is no checkpoint to continue from: with --resume one is written after every round"
 
 
 def _experiments(settings: dict[str, Any]) -> list[Experiment]:
@@ -154,8 +156,9 @@ def _experiments(settings: dict[str, Any]) -> list[Experiment]:
 def _print(dataset: str, by_name: Runs) -> None:
     summaries = {name: [summarise(records) for _, records in pairs] for name, pairs in by_name.items()}
     out.print(comparison(dataset, summaries))
-    disturbed = any({each.faults, each.attack} != {"none"} for pairs in by_name.values() for each, _ in pairs)
-    lines = lost_rounds(summaries), unused_replies(summaries, disturbed), outcome(summaries)
+    experiments = [each for pairs in by_name.values() for each, _ in pairs]
+    faulty = any(each.faults != "none" or each.attack != "none" for each in experiments)
+    lines = lost_rounds(summaries), excluded_replies(summaries, with_clipped=faulty), outcome(summaries)
     for line in filter(None, lines):
         print_line(line)
     for name, pairs in by_name.items():

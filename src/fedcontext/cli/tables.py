@@ -119,18 +119,18 @@ def lost_rounds(summaries: Summaries) -> str:
     return f"rounds lost (too few usable replies, the model was kept): {', '.join(parts)}" if parts else ""
 
 
-def unused_replies(summaries: Summaries, disturbed: bool) -> str:
-    """Return a line about the replies that were excluded; with faults or attacks also about those that were clipped.
+def excluded_replies(summaries: Summaries, with_clipped: bool) -> str:
+    """Return a line about the replies that were excluded, and clipped: defences clip some of honest devices too.
 
     >>> from fedcontext.results.summary import summarise
-    >>> unused_replies({"fedavg": [summarise([RoundRecord(1, excluded={3: "late"}, clipped={5: "update"})])]}, False)
+    >>> excluded_replies({"fedavg": [summarise([RoundRecord(1, excluded={3: "late"}, clipped={5: "update"})])]}, False)
     'replies: fedavg 1 excluded (the records have the reasons)'
     """
     parts = []
     for label, runs in summaries.items():
         excluded, clipped = sum(run.excluded for run in runs), sum(run.clipped for run in runs)
-        if excluded or (disturbed and clipped):
-            parts.append(f"{label} {excluded} excluded" + f", {clipped} clipped" * disturbed)
+        if excluded or (with_clipped and clipped):
+            parts.append(f"{label} {excluded} excluded" + f", {clipped} clipped" * with_clipped)
     return f"replies: {'; '.join(parts)} (the records have the reasons)" if parts else ""
 
 

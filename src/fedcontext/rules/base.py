@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from fedcontext.arrays.tree import FloatArray, Structure
-from fedcontext.errors import FedcontextError, positive, shown
+from fedcontext.errors import FedcontextError, positive
 from fedcontext.measurement.combination import Combination
 from fedcontext.measurement.geometry import Geometry
 from fedcontext.measurement.sums import Sums
@@ -29,7 +29,8 @@ class Rule:
 
     ``needs`` names what devices must send beyond their updates, ``init(params)`` gives the state before the first round,
     and ``smoothness`` is the β that the rule itself uses, if any. ``scale_free`` says that the step does not depend on the
-    lengths of the updates; the step of other rules is limited to a multiple of them.
+    lengths of the updates; the step of other rules is limited to a multiple of them. A rule with ``keeps_state=False``
+    refuses a state: it is that of another rule.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Rule:
     init: Callable[[Structure], State] = _no_state
     scale_free: bool = False
     gradients: Combination = "mean"  # how the probes' gradients are combined; set by `robust_gradients`
+    keeps_state: bool = True
 
     def __post_init__(self) -> None:
         _check_needs(self.name, self.needs)
@@ -66,8 +68,8 @@ class SumRule:
         _check_needs(self.name, self.needs)
 
     @property
-    def remembers(self) -> bool:
-        """Whether the state holds the last step: then differences mean nothing without a state."""
+    def keeps_last_step(self) -> bool:
+        """Whether ``last_step`` finds the last step in the state."""
         return self.last_step is not _no_state
 
 
@@ -113,13 +115,6 @@ def stateless(
     needs = (needs,) if isinstance(needs, str) else needs
 
     def weigh_only(geometry: Geometry, state: State) -> tuple[FloatArray, State]:
-        check_no_state(name, state)
         return weigh(geometry), None
 
-    return Rule(name, weigh_only, frozenset(needs), beta, scale_free=scale_free)
-
-
-def check_no_state(name: str, state: State) -> None:
-    """Raise an error for a state given to the rule ``name``, which keeps none: it is that of another rule."""
-    if state is not None:
-        raise FedcontextError(f"rule '{name}' keeps no state: leave state out, got {shown(state)}")
+    return Rule(name, weigh_only, frozenset(needs), beta, scale_free=scale_free, keeps_state=False)

@@ -43,7 +43,7 @@ class MemorySettings:
     reach: float = 3.0  # the model's minimiser is cut to reach x trust x R, R the larger of ‖d‖ and its running mean
     momentum: float = 0.8  # largest multiple of the previous step
     anchor: float = 0.6  # first limit of ‖step - d‖ / R
-    growth: float = 16.0  # largest factor by which one round can change that limit
+    growth: float = 16.0  # largest factor by which one round can change that limit; evidence scales `trial` by up to it
     trust_growth: float = 4.0  # the same for trust
     evidence_decay: float = 0.3  # share of the past rounds' evidence that a round keeps: a single round's is noisy
     stretch: float = 4.0  # and to so many times the length of the last step, or to that of d if it is longer

@@ -211,12 +211,17 @@ def _built(module: nn.Module | Callable[[], nn.Module], device: torch.device, se
 def _check_no_arguments(function: Callable[[], nn.Module]) -> None:
     """Raise an error for a function, or a class such as ``nn.Linear`` itself, that cannot be called without arguments."""
     try:
-        inspect.signature(function).bind()
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # builtins have none
+        return
+    try:
+        signature.bind()
     except TypeError as error:
         name = getattr(function, "__name__", type(function).__name__)
+        instance = f"; give an instance, such as {name}(...)" if inspect.isclass(function) else ""
         raise FedcontextError(
-            f"{name} cannot be called without arguments ({error}): give a module, such as {name}(...), or a function "
-            "without arguments that returns one"
+            f"module must be a torch.nn.Module or a function without arguments that returns one, but {name} needs "
+            f"arguments ({error}){instance}"
         ) from None
 
 
