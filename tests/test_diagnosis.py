@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -10,10 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 import fedcontext as fc
-from fedcontext.cli.app import app
+from commands import call
 from fedcontext.records import RoundRecord
 from fedcontext.report.page_data import page_data
 from fedcontext.results.diagnosis import Monitor
@@ -90,7 +90,7 @@ def test_a_setting_that_is_far_off_is_named(settings, what, advice):
 
 def test_a_learning_rate_far_too_large_is_named_within_three_rounds(tmp_path):
     given_ = ["--dataset", "synthetic-1-1", "--learning-rate", "1e9", "--rounds", "3", "--out", str(tmp_path)]
-    done = CliRunner().invoke(app, ["run", *given_])
+    done = call("run", *given_)
     assert "round 1: the loss exploded" in done.stderr
     assert done.stdout.count("the loss exploded") == 1
     assert "set learning_rate to 0.01 (now 1e+09)" in done.stdout.replace("\n", " ")
@@ -101,6 +101,59 @@ def test_a_loss_that_is_not_finite_or_huge_is_a_finding_after_one_round(loss):
     records = [RoundRecord(1, loss=2.3), RoundRecord(2, loss=loss)]
     assert [finding.what for finding in fc.diagnose(records)] == ["the loss exploded"]
     assert fc.diagnose([*records, RoundRecord(3, loss=2.0)]) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"algorithm": "fedadam", "server_learning_rate": 1e6}, "set server_learning_rate to 0.1 (now 1e+06)"),
+        (
+            {"algorithm": "fedyogi", "learning_rate": 1.5, "server_learning_rate": 1e5},
+            "set server_learning_rate to 0.1 (now 100000)",
+        ),
+        (
+            {"algorithm": "fedavg", "learning_rate": 0.5, "server_learning_rate": 50},
+            "set server_learning_rate to default (now 50)",
+        ),
+        ({"algorithm": "fedavg", "learning_rate": 1e9}, "set learning_rate to 0.01 (now 1e+09)"),
+        ({"algorithm": "fedavg-contextual", "smoothness": 1e-6}, "set smoothness to measured (now 1e-06)"),
+        ({"algorithm": "fedavg-expected", "smoothness": 1e-6}, "set smoothness to measured (now 1e-06)"),
+    ],
+)
+def test_of_a_loss_that_exploded_the_setting_furthest_off_is_named_and_its_usual_value_helps(settings, advice):
+    experiment = fc.Experiment(rounds=5, epochs=1, **settings)
+    (finding,) = fc.diagnose(fc.train(experiment).records, vars(experiment))
+    assert (finding.what, finding.advice) == ("the loss exploded", advice)
+    _, name, _, value, *_ = advice.split()
+    assert fc.diagnose(fc.train(fc.Experiment(**{**vars(experiment), name: value})).records) == []
+
+
+def losses(*values):
+    return [RoundRecord(number, loss=loss) for number, loss in enumerate(values, 1)]
+
+
+def test_a_negative_loss_does_not_hide_one_that_is_not_finite():
+    (finding,) = fc.diagnose(losses(-1.0, math.nan))
+    assert str(finding).startswith("the loss exploded: it was -1 at first and is nan now")
+    assert str(*fc.diagnose(losses(math.nan))).startswith("the loss exploded: it is nan now")
+    assert fc.diagnose(losses(0.001, -5.0, 2.0)) == []
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=11, max_size=30), st.lists(st.integers(0, 29), max_size=5))
+def test_an_earlier_loss_that_is_not_finite_changes_no_finding(finite, places):
+    given_ = finite[:-1]
+    for place in places:
+        given_.insert(place, math.nan)
+    with_gaps = [RoundRecord(n, loss=loss) for n, loss in enumerate([*given_, finite[-1]], 1)]
+    without = [replace(record, loss=record.loss if math.isfinite(record.loss) else None) for record in with_gaps]
+    assert fc.diagnose(with_gaps) == fc.diagnose(without)
+
+
+@given(st.integers(1, 400), st.sampled_from([math.nan, math.inf, 1e9]))
+def test_a_loss_that_exploded_is_reported_in_that_round_and_once(count, loss):
+    monitor = Monitor(records=losses(*[2.3] * count))
+    found = [[finding.what for finding in monitor.add(RoundRecord(count + n, loss=loss))] for n in (1, 2, 3)]
+    assert ["the loss exploded" in each for each in found] == [True, False, False]
 
 
 def loop(sign=1.0, gradients=1.0, updates=1.0, rounds=12, rule=None):
@@ -179,8 +232,8 @@ def test_a_good_model_that_has_nothing_left_to_learn_is_fine():
 
 
 def test_the_command_line_says_it_once_while_running_and_once_at_the_end(tmp_path):
-    done = CliRunner().invoke(app, ["run", *SLOW, "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    done = call("run", *SLOW, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
     assert done.stderr.count("the steps are too short") == 1
     assert "round 5: the steps are too short" in done.stderr
     assert done.stdout.count("fedavg-contextual: the steps are too short") == 1
@@ -189,7 +242,7 @@ def test_the_command_line_says_it_once_while_running_and_once_at_the_end(tmp_pat
 
 
 def test_json_has_the_findings_and_quiet_is_quiet(tmp_path):
-    done = CliRunner().invoke(app, ["run", *SLOW, "--out", str(tmp_path), "--json", "--quiet"])
+    done = call("run", *SLOW, "--out", tmp_path, "--json", "--quiet")
     assert [text.split(":")[0] for text in json.loads(done.stdout)["findings"]] == ["the steps are too short"]
     assert done.stderr == ""
 
@@ -197,7 +250,7 @@ def test_json_has_the_findings_and_quiet_is_quiet(tmp_path):
 def test_a_comparison_names_the_seeds(tmp_path):
     options = ["--algorithms", "fedavg,fedavg-contextual", "--seeds", "0,1", "--jobs", "1", "--out", str(tmp_path)]
     command = ["compare", *SLOW[:2], *SLOW[4:], *options]
-    done = CliRunner().invoke(app, command)
+    done = call(*command)
     assert done.stderr.count("the steps are too short") == 1
     (line,) = (line for line in done.stdout.splitlines() if "the steps are too short" in line)
     assert line.startswith("fedavg-contextual: ")

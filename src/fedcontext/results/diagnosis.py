@@ -6,7 +6,7 @@ The limits are wide, so that a healthy run has no finding; those about the loss 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
@@ -23,8 +23,9 @@ FAR = 5.0  # a smoothness is far off from this factor on
 SLOW = 0.005, 0.15  # least fall of the loss, as a share of the first one: per round, and in all
 JUMP, OFTEN = 0.25, 0.2  # the loss is unstable if it rises by this share in this share of the rounds
 HALF = 0.5  # short steps are no problem if the loss fell by this share
-EXPLODED = 1000.0  # a loss of so many times the first one is no training
-USUAL_RATE = 0.01  # what to set a learning rate to that is far too large
+EXPLODED = 1000.0  # the loss exploded if it is this many times the first one
+LARGE_RATE, USUAL_RATE = 0.1, 0.01  # a learning rate above the first is large; the second is suggested in its place
+ADAPTIVE = ("fedadagrad", "fedadam", "fedyogi")
 GOOD = 0.8  # a model with this accuracy may have nothing left to learn
 
 
@@ -71,11 +72,15 @@ class Monitor:
         self._seen: set[str] = set()
 
     def add(self, record: RoundRecord) -> list[Finding]:
-        """Return the findings after one more round that were not returned before; long runs are checked less often."""
+        """Return the findings after one more round that were not returned before.
+
+        Long runs are checked less often, but for a loss that exploded.
+        """
         self.records.append(record)
-        if len(self.records) % (1 + len(self.records) // 50):
-            return []
-        new = [finding for finding in diagnose(self.records, self.settings) if finding.what not in self._seen]
+        skipped = len(self.records) % (1 + len(self.records) // 50)
+        exploded = _exploded(self.records, self.settings or {}) if skipped else None
+        found = diagnose(self.records, self.settings) if not skipped else [exploded] if exploded else []
+        new = [finding for finding in found if finding.what not in self._seen]
         self._seen |= {finding.what for finding in new}
         return new
 
@@ -155,13 +160,15 @@ def _short_steps(records: Sequence[RoundRecord], settings: Mapping[str, Any]) ->
 
 
 def _exploded(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Finding | None:
-    losses = _losses(records)
-    if not losses or (isfinite(losses[-1]) and not 0 < EXPLODED * losses[0] < losses[-1]):
+    first = next(_finite_losses(records), None)
+    last = next((record.loss for record in reversed(records) if record.loss is not None), None)
+    if last is None:
         return None
-    rate = settings.get("learning_rate")
-    large = isinstance(rate, int | float) and rate > 1
-    advice = f"set learning_rate to {USUAL_RATE} (now {rate:g})" if large else _shorter_steps(records, settings)
-    return Finding("the loss exploded", f"it was {losses[0]:.3g} at first and is {losses[-1]:.3g} now", advice)
+    if isfinite(last) and not (first and 0 < EXPLODED * first < last and _losses(records)):
+        return None
+    before = "" if first is None else f"was {first:.3g} at first and "
+    advice = _usual_value(settings) or _shorter_steps(records, settings)
+    return Finding("the loss exploded", f"it {before}is {last:.3g} now", advice)
 
 
 def _rising(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Finding | None:
@@ -203,13 +210,29 @@ def _slow(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Findin
     return Finding("the loss hardly falls", evidence, advice)
 
 
+def _usual_value(settings: Mapping[str, Any]) -> str:
+    """Return the advice to set what is furthest from a common value to its usual one; "" if all are common."""
+    name = str(settings.get("algorithm", ""))
+    usual = {
+        "server_learning_rate": (0.1, "0.1") if name in ADAPTIVE else (1.0, "default"),
+        "learning_rate": (LARGE_RATE, f"{USUAL_RATE}"),
+    }
+    if "contextual" in name or "expected" in name:
+        usual["smoothness"] = (1.0, "measured")
+    given = {each: value for each in usual if isinstance(value := settings.get(each), int | float) and value > 0}
+    factors = {each: value / usual[each][0] for each, value in given.items()}
+    factors |= {"smoothness": 1 / given["smoothness"]} if "smoothness" in given else {}  # a small one is the mistake
+    factor, furthest = max(((factor, each) for each, factor in factors.items()), default=(0.0, ""))
+    return f"set {furthest} to {usual[furthest][1]} (now {_short(given[furthest])})" if factor > 1 else ""
+
+
 def _shorter_steps(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> str:
     """Return which setting makes the steps of this algorithm shorter."""
     name, smoothness = str(settings.get("algorithm", "")), records[-1].smoothness
     if "contextual" in name and "memory" not in name and smoothness:
         better = max([3 * smoothness, *_median_curvature(records)])
         return f"set smoothness to {_short(better)} (now {_short(smoothness)}), or ask more probes"
-    if name in ("fedadam", "fedyogi", "fedadagrad"):
+    if name in ADAPTIVE:
         chosen = {"server_learning_rate": 0.1, **settings}
         chosen |= {"server_learning_rate": 0.1} if chosen["server_learning_rate"] == "default" else {}
         return _changed("server_learning_rate", chosen, 0.1) + _or_memory(settings)
@@ -229,12 +252,17 @@ def _or_memory(settings: Mapping[str, Any]) -> str:
 
 
 def _losses(records: Sequence[RoundRecord]) -> list[float]:
-    """Return the loss before the first round, if known, and after each evaluated one; none if any is negative."""
-    losses = [record.loss for record in records if record.loss is not None]
-    if min(losses, default=0.0) < 0:
-        return []  # a share of such a loss means nothing
-    change = records[0].measured_change if records and records[0].loss is not None else None
-    return losses if change is None else [losses[0] - change, *losses]
+    """Return the finite losses; none if any is negative."""
+    losses = list(_finite_losses(records))
+    return losses if min(losses, default=0.0) >= 0 else []  # a share of a negative loss means nothing
+
+
+def _finite_losses(records: Sequence[RoundRecord]) -> Iterator[float]:
+    """Yield the loss before the first round, if known, and after each evaluated one, where it is finite."""
+    first = records[0] if records else RoundRecord(0)
+    if first.loss is not None and first.measured_change is not None and isfinite(first.loss - first.measured_change):
+        yield first.loss - first.measured_change
+    yield from (record.loss for record in records if record.loss is not None and isfinite(record.loss))
 
 
 def _fall(records: Sequence[RoundRecord]) -> float:
