@@ -17,6 +17,7 @@ from fedcontext.faults.attacks import ATTACKS, Adversary, liars, with_attacks
 from fedcontext.faults.faults import FAULTS, active, hit
 from fedcontext.faults.reply import Reply, replies_of, report_of
 from fedcontext.plan import plan_round
+from fedcontext.settings import parse_shares
 
 RULES = ("fedavg", "folb", "scaffold", "fedavg-expected", "fedavg-contextual", "fedavg-memory")
 SMALL = {"rounds": 4, "devices_per_round": 6, "learning_rate": 0.1, "smoothness": 3.0, "probes": 5, "pool": 2}
@@ -33,6 +34,33 @@ def reports(data, algorithm="fedavg", number=2, **settings):
     while state.number < number - 1:
         state, _ = run.step(state)
     return aggregated(simulation(data, algorithm, **honest), state), aggregated(run, state), run.plan(number)
+
+
+@pytest.mark.parametrize(
+    ("attack", "message"),
+    [
+        ("sign-flip=0.2,untill=20", "'untill' is unknown, did you mean until?"),
+        ("sign-flip=0.2, sign-flip=0.3", "sign-flip is given twice."),
+        ("sign-flip=0.2,", "there is a comma without NAME=SHARE on one side."),
+        ("sign-flip:0.3", "'sign-flip:0.3' must be NAME=SHARE."),
+        ("sign-flip", "'sign-flip' has no share."),
+        ("sign-flip=0.2,until=1.5", "until must be the number of a round, got '1.5'."),
+    ],
+)
+def test_the_part_of_the_setting_that_is_wrong_is_named(attack, message):
+    with pytest.raises(FedcontextError) as raised:
+        fc.Experiment(attack=attack)
+    assert str(raised.value).startswith(f"attack: {message} attack must be shares from 0 to 1 by name")
+
+
+@given(st.floats(0, 1), st.integers(1, 10**9))
+def test_the_setting_keeps_every_digit(share, until):
+    made = fc.Experiment(attack=f"sign-flip={share},until={until}").attack
+    assert parse_shares(made) == {"sign-flip": share, "until": until}
+    assert (
+        made == fc.Experiment(attack={"sign-flip": share, "until": until}).attack == fc.Experiment(attack=made).attack
+    )
+    assert made.endswith(f",until={until}")
 
 
 def aggregated(run, state):

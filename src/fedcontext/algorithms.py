@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from fedcontext import variates
-from fedcontext.errors import FedcontextError, nearest, positive, unknown
+from fedcontext.errors import FedcontextError, positive, unknown_value_error
 from fedcontext.local_sgd import LocalSGD, proximal, sgd
 from fedcontext.measurement.combination import Combination
 from fedcontext.rules import averaging, robust, server
@@ -152,7 +152,7 @@ def algorithm_named(name: str, hyperparameters: Hyperparameters) -> Algorithm:
     'mean'
     """
     if name not in ALGORITHMS:
-        raise unknown("algorithm", name, f"one of {', '.join(ALGORITHMS)}", nearest(name, ALGORITHMS))
+        raise unknown_value_error("algorithm", name, ALGORITHMS)
     return with_server_rate(_with_gradients(ALGORITHMS[name](hyperparameters), hyperparameters), hyperparameters)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from types import ModuleType
 
 LONGEST = 480  # characters of a message
@@ -76,24 +76,38 @@ def shown(value: object) -> str:
 def nearest(name: object, known: Iterable[str]) -> str:
     """Return the known name most similar to a wrong one, "" if there is none.
 
-    >>> nearest("minst", ["mnist", "femnist"]), nearest("cifar", ["mnist"])
+    >>> nearest("MINST", ["mnist", "femnist"]), nearest("cifar", ["mnist"])
     ('mnist', '')
     """
-    found = difflib.get_close_matches(name[:LONGEST_VALUE], known, n=1) if isinstance(name, str) else []
+    found = difflib.get_close_matches(name[:LONGEST_VALUE].lower(), known, n=1) if isinstance(name, str) else []
     return found[0] if found else ""
 
 
-def unknown(what: str, name: object, accepted: str, suggestion: str = "") -> FedcontextError:
-    """Return the error for a value that is not among those accepted; a suggestion comes before the list of all.
+def did_you_mean(suggestion: str) -> str:
+    """Return the end of a sentence that says that a name is unknown; ``suggestion`` may be "".
 
-    >>> print(unknown("data set", "minst", "one of mnist, femnist", "mnist"))
+    >>> did_you_mean("mnist"), did_you_mean("")
+    (', did you mean mnist?', '.')
+    """
+    return f", did you mean {suggestion}?" if suggestion else "."
+
+
+def unknown_value_error(
+    what: str, value: object, known: Collection[str], *, accepted: str = "", suggestion: str = ""
+) -> FedcontextError:
+    """Return the error for a value that is not known; a suggestion comes before the list of all.
+
+    ``accepted`` completes "must be ..." in place of the known values, and ``suggestion`` is made in place of the nearest.
+
+    >>> print(unknown_value_error("data set", "minst", ["mnist", "femnist"]))
     data set 'minst' is unknown, did you mean mnist? data set must be one of mnist, femnist
-    >>> print(unknown("data set", "cifar", "one of mnist, femnist"))
+    >>> print(unknown_value_error("data set", "cifar", ["mnist", "femnist"]))
     data set must be one of mnist, femnist, got 'cifar'
     """
-    if suggestion:
-        return FedcontextError(f"{what} {shown(name)} is unknown, did you mean {suggestion}? {what} must be {accepted}")
-    return FedcontextError(f"{what} must be {accepted}, got {shown(name)}")
+    must = f"{what} must be " + (accepted or f"one of {', '.join(known)}")
+    if suggestion := suggestion or nearest(value, known):
+        return FedcontextError(f"{what} {shown(value)} is unknown{did_you_mean(suggestion)} {must}")
+    return FedcontextError(f"{must}, got {shown(value)}")
 
 
 def positive(name: str, value: float) -> float:

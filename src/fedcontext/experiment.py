@@ -14,7 +14,7 @@ from fedcontext.algorithms import ALGORITHMS
 from fedcontext.compression.codec import IDENTITY, Codec
 from fedcontext.datasets import NAMES
 from fedcontext.engines.base import ENGINES
-from fedcontext.errors import FedcontextError, nearest, shown
+from fedcontext.errors import FedcontextError, did_you_mean, nearest, shown
 from fedcontext.faults.attacks import ATTACKS
 from fedcontext.faults.faults import FAULTS
 from fedcontext.files.toml import read_toml
@@ -260,7 +260,7 @@ def check_names(names: Collection[str], known: Collection[str] = SETTINGS, sourc
     for name in names:
         if name not in known:
             found = nearest(name, {**dict.fromkeys(known), **meant})
-            hint = f", did you mean {meant.get(found, found)}?" if found else "."
+            hint = did_you_mean(meant.get(found, found))
             raise FedcontextError(f"{source}unknown setting {shown(name)}{hint} The settings are {', '.join(known)}")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedcontext.errors import FedcontextError, nearest, shown, unknown
+from fedcontext.errors import FedcontextError, did_you_mean, nearest, shown, unknown_value_error
 
 
 class TooLarge(ValueError):
@@ -15,7 +15,7 @@ class TooLarge(ValueError):
 
 
 class Refused(ValueError):
-    """Which part of a value is wrong: one sentence, the argument."""
+    """A value of which one part is wrong; the message says which."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Check:
         except TooLarge as limit:
             raise FedcontextError(f"{name} must be at most {limit}, got {shown(value)}") from None
         except (TypeError, ValueError, OverflowError):
-            raise unknown(name, value, self.accepts, nearest(value, self.names)) from None
+            raise unknown_value_error(name, value, self.names, accepted=self.accepts) from None
 
     @property
     def accepts(self) -> str:
@@ -147,29 +147,44 @@ def shares_by_name(names: Collection[str]) -> Check:
     def convert(value: Any) -> str:
         if not isinstance(value, str | Mapping):
             raise TypeError
-        pairs = value.items() if isinstance(value, Mapping) else [_pair(each) for each in value.split(",") if value]
-        given = {name: _share(name, share, names) for name, share in pairs}
-        if len(given) < len(pairs):
-            raise Refused("a name is given twice.")
-        return ",".join(f"{name}={share:g}" for name, share in given.items()) or "none"
+        pairs = (
+            value.items() if isinstance(value, Mapping) else [_pair(each, names) for each in value.split(",") if value]
+        )
+        given: dict[str, float] = {}
+        for name, share in pairs:
+            if name in given:
+                raise Refused(f"{name} is given twice.")
+            given[name] = _share(name, share, names)
+        return ",".join(f"{name}={_exact(share)}" for name, share in given.items()) or "none"
 
     expected = f"shares from 0 to 1 by name, such as {next(iter(names))}=0.2,until=20, with names among"
     return Check("NAME=SHARE,...", f"{expected} {', '.join(names)}", convert, ("none",))
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _pair(text: str, names: Collection[str]) -> tuple[str, str]:
     """Return the name and the share in NAME=SHARE."""
     name, equals, share = text.partition("=")
+    if not text.strip():
+        raise Refused("there is a comma without NAME=SHARE on one side.")
     if not equals:
-        raise Refused(f"{shown(text.strip())} has no share.")
+        fault = "has no share" if name.strip() in (*names, "until") else "must be NAME=SHARE"
+        raise Refused(f"{shown(text.strip())} {fault}.")
     return name.strip(), share
+
+
+def _exact(number: float) -> str:
+    """Return all digits of a number, of a whole one without a decimal point.
+
+    >>> _exact(0.12345678), _exact(1234567.0)
+    ('0.12345678', '1234567')
+    """
+    return repr(number).removesuffix(".0")
 
 
 def _share(name: Any, value: Any, names: Collection[str]) -> float:
     """Return the share of a name, or the number of a round for "until"; say which of the two is wrong."""
     if name not in (*names, "until"):
-        suggestion = nearest(name, names)
-        raise Refused(f"{shown(name)} is unknown" + (f", did you mean {suggestion}?" if suggestion else "."))
+        raise Refused(f"{shown(name)} is unknown{did_you_mean(nearest(name, (*names, 'until')))}")
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):

@@ -13,7 +13,7 @@ from fedcontext.datasets.leaf import leaf
 from fedcontext.datasets.mnist import mnist
 from fedcontext.datasets.partition import dirichlet, iid, power_law, shards
 from fedcontext.datasets.synthetic import synthetic
-from fedcontext.errors import nearest, unknown
+from fedcontext.errors import unknown_value_error
 
 NAMES = {
     "synthetic-iid": "synthetic: 30 devices with the same distribution",
@@ -24,6 +24,7 @@ NAMES = {
     "femnist": "one device per writer, 62 classes (LEAF)",
     "leaf:PATH": "any folder with LEAF's train/*.json and test/*.json",
 }
+EXAMPLES = ("synthetic-iid", "synthetic-1-1", "synthetic-1-1-1000", "mnist", "femnist")  # suggested for a misspelt name
 
 __all__ = ["NAMES", "FederatedData", "Split", "dirichlet", "federate", "iid", "load_dataset", "power_law", "shards"]
 
@@ -52,13 +53,12 @@ def load_dataset(name: str, seed: int = 0) -> FederatedData:
         return femnist()
     if name.startswith("leaf:"):
         return leaf(name.removeprefix("leaf:"))
-    raise unknown("dataset", name, f"one of {', '.join(NAMES)}", _suggestion(name))
+    suggestion = f"leaf:{name}" if _is_folder(name) else ""
+    raise unknown_value_error("dataset", name, EXAMPLES, accepted=f"one of {', '.join(NAMES)}", suggestion=suggestion)
 
 
-def _suggestion(name: str) -> str:
+def _is_folder(name: str) -> bool:
     try:
-        is_folder = Path(name).is_dir()
+        return Path(name).is_dir()
     except (OSError, ValueError):  # no path at all
-        is_folder = False
-    known = ["synthetic-iid", "synthetic-1-1", "synthetic-1-1-1000", "mnist", "femnist"]
-    return f"leaf:{name}" if is_folder else nearest(name.lower().replace("_", "-"), known)
+        return False

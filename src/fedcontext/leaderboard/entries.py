@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, Literal, TypeAlias
 
-from fedcontext.errors import FedcontextError, nearest, unknown
+from fedcontext.errors import FedcontextError, unknown_value_error
 from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.measurement.defences import Defences
 from fedcontext.presets import PRESETS
@@ -163,5 +163,5 @@ def named(what: str, known: Sequence[Any], names: Sequence[str]) -> list[Any]:
     by_name = {each.name: each for each in known}
     for name in names:
         if name not in by_name:
-            raise unknown(what, name, f"one of {', '.join(by_name)}", nearest(name, by_name))
+            raise unknown_value_error(what, name, by_name)
     return [by_name[name] for name in names]
