@@ -12,7 +12,9 @@ from typer.main import get_command
 
 from commands import call
 from fedcontext.cli.app import app
+from fedcontext.cli.leaderboard import parse_grid
 from fedcontext.errors import FedcontextError
+from fedcontext.experiment import experiment_from
 from fedcontext.leaderboard import board, entries, results
 from fedcontext.leaderboard.document import document
 from fedcontext.leaderboard.entries import (
@@ -37,6 +39,7 @@ from fedcontext.leaderboard.results import (
 )
 from fedcontext.leaderboard.rows import Row, make_row
 from fedcontext.leaderboard.tuning import missing_experiments, records_of, score, tune
+from fedcontext.measurement.defences import Defences
 from fedcontext.records import RoundRecord, read_run
 
 TINY = {"dataset": "synthetic-iid", "rounds": 3, "epochs": (1, 1), "learning_rate": 0.01, "engine": "reference"}
@@ -293,8 +296,14 @@ def test_recommend_prints_a_command_that_works_for_every_entrant():
     commands = [part.split() for part in re.findall(r"(?:^|: )fedcontext (.*)", done.stdout, re.MULTILINE)]
     allowed = recommend(read_results(PUBLISHED), Constraints())
     assert len(commands) == len(allowed) > 5
-    for name, *arguments in commands:
+    for (name, *arguments), (entrant, _) in zip(commands, allowed, strict=True):
         get_command(app).commands[name].make_context(name, arguments)
+        options = list(zip(arguments[::2], arguments[1::2], strict=True))
+        settings = {option[2:].replace("-", "_"): value for option, value in options if option != "--grid"}
+        grid = parse_grid([value for option, value in options if option == "--grid"])
+        printed = [experiment_from(each) for each in Entrant(entrant.name, settings, grid).candidates()]
+        limits_on = {limit: default for limit, default in vars(Defences()).items() if limit in entrant.settings}
+        assert printed == [experiment_from({**each, **limits_on}) for each in entrant.candidates()]
     assert "memory-cohort: fedcontext run --algorithm fedavg-memory --probes cohort\n" in done.stdout
 
 

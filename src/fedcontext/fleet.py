@@ -10,9 +10,8 @@ from fedcontext.arrays.tree import BoolArray, FloatArray
 from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray, RoundPlan, Stream, generator
 
-QUOTA_MET = (
-    "over-selection quota met"  # why a reply is excluded that came after enough others; nothing is wrong with it
-)
+# why a reply is excluded that came after enough others; nothing is wrong with it
+QUOTA_MET = "over-selection quota met"
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Summary:
     bytes_down: int
     rounds: int
     lost: int  # rounds with too few replies in time: the model was kept
-    excluded: int  # replies that were late, faulty or out of all proportion, and not used
+    excluded: int  # replies that were late, faulty or out of all proportion; not those beyond the over-selection quota
     clipped: int  # replies that were used in part
 
 
@@ -39,6 +39,8 @@ def summarise(records: Sequence[RoundRecord], levels: Iterable[float] = LEVELS) 
     >>> summary = summarise(fc.train(dataset="synthetic-iid", algorithm="fedavg", rounds=5).records)
     >>> 0 <= summary.accuracy <= 1, list(summary.rounds_to)
     (True, [0.5, 0.6, 0.7, 0.8])
+    >>> summarise([RoundRecord(1, excluded={3: QUOTA_MET, 4: "missed the deadline"})]).excluded
+    1
     """
     evaluated = [(r.number, r.loss, r.accuracy) for r in records if r.loss is not None and r.accuracy is not None]
     accuracies = [accuracy for _, _, accuracy in evaluated]
