@@ -14,6 +14,8 @@ from fedcontext.console import out, print_line
 from fedcontext.errors import FedcontextError
 from fedcontext.files.storage import check_folder
 
+ON_THE_PAGE_ONLY = ("cells within 3 points", "rounds lost", "runs ended")  # columns for which a terminal has no room
+
 
 def stress(
     tasks: Annotated[str, typer.Option(metavar="NAMES", help="Comma-separated tasks. [default: all]")] = "",
@@ -55,8 +57,9 @@ def stress(
     paths = publish(made, folder) + (publish(made, docs) if docs else [])
     if quiet:
         return
-    columns, *rows = ([cell.strip("*") for cell in row[:-3]] for row in summary_rows(made))  # the page has the rest
-    out.print(plain_table(columns, rows))
+    rows = list(summary_rows(made))
+    columns = [name for name in rows[0] if name not in ON_THE_PAGE_ONLY]
+    out.print(plain_table(columns, [[row[name] for name in columns] for row in rows]))
     print_line(SUMMARY, style="dim")
     for path in paths:
         print_line(f"written: {path}")

@@ -50,9 +50,9 @@ METHODS: Mapping[str, Settings] = {
     "median": {"algorithm": "median", **BARE},
     "FLTrust": {"algorithm": "fltrust", **BARE},
     "contextual, bare": {"algorithm": "fedavg-contextual", **BARE},
-    "**contextual**": {"algorithm": "fedavg-contextual"},
+    "contextual": {"algorithm": "fedavg-contextual"},
     "memory, bare": {"algorithm": "fedavg-memory", **BARE},
-    "**memory**": {"algorithm": "fedavg-memory"},
+    "memory": {"algorithm": "fedavg-memory"},
 }
 
 

@@ -34,6 +34,7 @@ SUMMARY = (
     "Accuracy without faults, then points lost against it: the mean over all faults, over all attacks at each share, and "
     "the worst cell of all tasks."
 )
+BOLD = ("contextual", "memory")  # our methods with their defences
 LINES = {**FAULTS, **{name: attack.help for name, attack in ATTACKS.items()}}
 
 
@@ -77,44 +78,50 @@ def _shares(results: Results) -> list[float]:
 
 
 def _settings(settings: dict[str, object]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in settings.items())
+    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    return ", ".join(f"{name} {value}" for name, value in plain.items())
 
 
 def _summary(results: Results) -> Iterator[str]:
     """Yield the table of `summary_rows`."""
     yield f"{SUMMARY}\n"
-    columns, *rows = summary_rows(results)
-    yield from header(columns)
+    rows = list(summary_rows(results))
+    yield from header(list(rows[0]))
     for row in rows:
-        yield line(*row)
+        yield line(*{**row, "method": _bold(row["method"])}.values())
     yield ""
 
 
-def summary_rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """Yield the columns, then one row a method: points lost to the same method without faults, over all tasks."""
+def _bold(method: str) -> str:
+    return f"**{method}**" if method in BOLD else method
+
+
+def summary_rows(results: Results) -> Iterator[dict[str, str]]:
+    """Yield one row a method, by column: points lost to the same method without faults, over all tasks."""
     shares, several = _shares(results), len(results.rounds) > 1
     first, *others = (f"{_percent(share)} %" for share in shares)
-    last = ("worst", "cells within 3 points", "rounds lost", "runs ended")
-    yield ("method", "accuracy", "faults", f"attacks {first}", *others, *last)
     for method in dict.fromkeys(cell.method for cell in results.cells):
         own = [cell for cell in results.cells if cell.method == method]
         honest = {cell.task: np.mean(cell.accuracy) for cell in own if cell.kind == "none"}
         drops = {id(cell): 100 * float(honest[cell.task] - np.mean(cell.accuracy)) for cell in own}
         disturbed = [cell for cell in own if cell.kind != "none"]
-        groups = [
-            [cell for cell in disturbed if cell.kind == "faults"],
-            *([c for c in disturbed if c.kind == "attack" and c.share == share] for share in shares),
-        ]
+        attacks = [[c for c in disturbed if c.kind == "attack" and c.share == share] for share in shares]
+        groups = {"faults": [cell for cell in disturbed if cell.kind == "faults"]}
+        groups |= dict(zip((f"attacks {first}", *others), attacks, strict=True))
         worst = max(disturbed, key=lambda cell: drops[id(cell)])
-        yield (
-            method,
-            "/".join(f"{value:.3f}" for value in honest.values()),
-            *(f"{np.mean([drops[id(cell)] for cell in group]):.1f}" if group else "" for group in groups),
-            f"{drops[id(worst)]:.0f} ({worst.condition} {_percent(worst.share)}{f', {worst.task}' if several else ''})",
-            f"{sum(drops[id(cell)] <= 3 for cell in disturbed)} of {len(disturbed)}",
-            str(sum(sum(cell.lost) for cell in own)),
-            str(sum(cell.ended for cell in own)),
-        )
+        where = f"{worst.condition} {_percent(worst.share)}{f', {worst.task}' if several else ''}"
+        yield {
+            "method": method,
+            "accuracy": "/".join(f"{value:.3f}" for value in honest.values()),
+            **{
+                name: f"{np.mean([drops[id(cell)] for cell in group]):.1f}" if group else ""
+                for name, group in groups.items()
+            },
+            "worst": f"{drops[id(worst)]:.0f} ({where})",
+            "cells within 3 points": f"{sum(drops[id(cell)] <= 3 for cell in disturbed)} of {len(disturbed)}",
+            "rounds lost": str(sum(sum(cell.lost) for cell in own)),
+            "runs ended": str(sum(cell.ended for cell in own)),
+        }
 
 
 def _backdoors(cells: Sequence[Cell]) -> Iterator[str]:
@@ -135,7 +142,7 @@ def _table(cells: Sequence[Cell], measure: Callable[[Cell], str]) -> Iterator[st
     grid: Grid = {}
     for cell in cells:
         grid.setdefault((cell.condition, cell.method), []).append(cell)
-    yield from header(("", *methods))
+    yield from header(("", *map(_bold, methods)))
     for condition in dict.fromkeys(cell.condition for cell in cells):
         shares = [cell.share for cell in grid[condition, methods[0]]]
         label = condition if condition not in LINES else f"{condition} {'/'.join(_percent(share) for share in shares)}"
