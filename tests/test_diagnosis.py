@@ -210,6 +210,13 @@ def test_any_file_has_a_diagnosis(given_rounds, given_settings):
     assert all(str(finding) for finding in fc.diagnose([RoundRecord(**row) for row in rows], given_settings))
 
 
+@pytest.mark.parametrize("name", ["learning_rate", "server_learning_rate", "smoothness"])
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedadam", "fedavg-contextual"])
+def test_a_setting_beyond_all_floats_is_not_in_the_way(name, algorithm):
+    (finding,) = fc.diagnose(losses(2.3, math.nan), {"algorithm": algorithm, name: 10**400})
+    assert finding.what == "the loss exploded"
+
+
 @given(st.lists(st.floats(0.1, 10), min_size=11, max_size=30), st.floats(1e-3, 1e3))
 def test_findings_about_the_loss_do_not_depend_on_its_unit(losses, unit):
     runs = [

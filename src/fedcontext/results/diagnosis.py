@@ -105,10 +105,8 @@ def _excluded(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Fi
     if len(records) < RECENT or not reasons or (missing <= used and 2 * lost < len(records)):
         return None
     (reason, count), *_ = reasons.most_common(1)
-    late = settings.get("deadline") if "deadline" in reason else None
-    advice = (
-        f"set deadline to more than {_short(late)} s" if isinstance(late, int | float) else "see these devices' logs"
-    )
+    late = _number("deadline", settings) if "deadline" in reason else None
+    advice = "see these devices' logs" if late is None else f"set deadline to more than {_short(late)} s"
     evidence = f"{lost} of {len(records)} rounds were lost; {count} replies were excluded: {reason}"
     return Finding("most replies are not used", evidence, advice)
 
@@ -219,7 +217,7 @@ def _usual_value(settings: Mapping[str, Any]) -> str:
     }
     if "contextual" in name or "expected" in name:
         usual["smoothness"] = (1.0, "measured")
-    given = {each: value for each in usual if isinstance(value := settings.get(each), int | float) and value > 0}
+    given = {each: value for each in usual if (value := _number(each, settings) or 0) > 0}
     factors = {each: value / usual[each][0] for each, value in given.items()}
     factors |= {"smoothness": 1 / given["smoothness"]} if "smoothness" in given else {}  # a small one is the mistake
     factor, furthest = max(((factor, each) for each, factor in factors.items()), default=(0.0, ""))
@@ -240,10 +238,19 @@ def _shorter_steps(records: Sequence[RoundRecord], settings: Mapping[str, Any]) 
 
 
 def _changed(name: str, settings: Mapping[str, Any], factor: float) -> str:
+    value = _number(name, settings)
+    if value is None:
+        return f"{'increase' if factor > 1 else 'decrease'} the {name.replace('_', ' ')}"
+    return f"set {name} to {_short(factor * value)} (now {_short(value)})"
+
+
+def _number(name: str, settings: Mapping[str, Any]) -> float | None:
+    """Return the value of a setting, None if it is no number or an integer beyond all floats."""
     value = settings.get(name)
-    if isinstance(value, int | float):
-        return f"set {name} to {_short(factor * value)} (now {_short(value)})"
-    return f"{'increase' if factor > 1 else 'decrease'} the {name.replace('_', ' ')}"
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return None
 
 
 def _or_memory(settings: Mapping[str, Any]) -> str:
