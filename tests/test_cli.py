@@ -494,6 +494,17 @@ def test_an_interrupt_ends_a_comparison_and_its_workers(tmp_path):
     assert sizes == [path.stat().st_size for path in sorted(tmp_path.glob("runs/*.jsonl"))]
 
 
+def test_the_levels_of_the_table_can_be_chosen(tmp_path):
+    command = "run", "--rounds", 4, "--algorithm", "fedavg", "--out", "runs"
+    done = call(*command, "--levels", "0.25,0.05", cwd=tmp_path)
+    assert "25/5%" in done.stdout
+    assert list(json.loads(call(*command, "--levels", "0.25", "--json", cwd=tmp_path).stdout)["rounds_to"]) == ["0.25"]
+    for wrong in ("85", "0.5,x", "0.5,0.5", ""):
+        refused = call(*command, "--levels", wrong, cwd=tmp_path)
+        assert refused.returncode == 2
+        assert "levels must be distinct comma-separated" in refused.stderr
+
+
 def test_a_comparison_that_resumes_continues_each_run_and_equals_one_without_a_break(tmp_path):
     command = "compare", "--algorithms", "fedavg,fedavg-memory", "--seeds", "3", "--jobs", "2", "--rounds"
     program(*command, 2, "--resume", "--out", "resumed", cwd=tmp_path)

@@ -21,7 +21,7 @@ import fedcontext as fc
 from commands import call
 from fedcontext import checkpoint, runner
 from fedcontext.datasets import FederatedData
-from fedcontext.errors import FileError
+from fedcontext.errors import FedcontextError, FileError
 from fedcontext.files import storage
 from fedcontext.files.model_file import save_params
 from fedcontext.files.tensor_file import is_intact, write_tensors
@@ -424,3 +424,18 @@ def test_a_full_disk_does_not_count_as_divergence(tmp_path: Path) -> None:
     with files_limited_to(700), pytest.raises(FileError, match="cannot be written"):
         runner.run_until_error(fc.Experiment(rounds=5, epochs=(1, 1), engine="reference"), tmp_path)
     assert not list(tmp_path.glob("*.error"))
+
+
+@pytest.mark.parametrize("damage", ["deleted", "a line that is not JSON", "a round is missing"])
+def test_records_that_a_run_cannot_resume_from_are_named_with_the_way_out(tmp_path: Path, damage: str) -> None:
+    experiment = fc.Experiment(rounds=3, algorithm="fedavg", engine="reference")
+    runner.run(experiment, tmp_path, resume=True)
+    path = tmp_path / f"{experiment.name}.jsonl"
+    lines = path.read_text().splitlines()
+    if damage == "deleted":
+        path.unlink()
+    else:
+        lines[1:2] = ["{"] if damage.endswith("JSON") else []
+        path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(FedcontextError, match=r"cannot resume after round 3: .*delete the run's checkpoint"):
+        runner.run(experiment, tmp_path, resume=True)

@@ -19,6 +19,7 @@ from fedcontext.cli.options import (
     command_line,
     distinct,
     interruptible,
+    levels_from,
     takes_settings,
 )
 from fedcontext.cli.tables import plain_table, progress
@@ -121,7 +122,7 @@ def tune(
     from fedcontext.leaderboard.tuning import tune as choose
 
     check_folder(out_dir)
-    task = entries.Task("tune", "", {**settings, "rounds": experiment_from(settings).rounds}, _levels(levels))
+    task = entries.Task("tune", "", {**settings, "rounds": experiment_from(settings).rounds}, levels_from(levels))
     entrant = entries.Entrant("tune", {}, parse_grid(grid))
     tuning = [experiment_from({**settings, "seed": seed}).seed for seed in distinct("seeds", seeds)]
     experiments = tuning_experiments(task, entrant, tuning)
@@ -151,7 +152,10 @@ def recommend(
         Path | None, typer.Option(help="Results of `fedcontext leaderboard`. [default: the published ones]")
     ] = None,
 ) -> None:
-    """Recommend the algorithm that needs the fewest rounds in the leaderboard among those you can run."""
+    """Recommend the algorithm that needs the fewest rounds in the leaderboard among those you can run.
+
+    Only rows with 10 devices a round are compared.
+    """
     from fedcontext.leaderboard import recommendation
     from fedcontext.leaderboard.results import PUBLISHED, read_results
 
@@ -183,13 +187,6 @@ def parse_grid(given: Sequence[str]) -> dict[str, list[str]]:
 
 def _names(option: str, given: str) -> list[str]:
     return distinct(option, given) if given else []
-
-
-def _levels(given: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(value) for value in distinct("levels", given))
-    except ValueError:
-        raise FedcontextError(f"levels must be distinct comma-separated numbers, got {given!r}") from None
 
 
 def _print_ratios(rows: Sequence[Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 import shlex
 import signal
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -166,6 +167,23 @@ def distinct(name: str, given: object) -> list[str]:
     return values
 
 
+def levels_from(given: str) -> tuple[float, ...]:
+    """Return the accuracy levels of a comma-separated list.
+
+    >>> levels_from("0.7,0.85")
+    (0.7, 0.85)
+    """
+    try:
+        levels = tuple(float(value) for value in distinct("levels", given))
+    except ValueError:
+        levels = (math.nan,)
+    if not all(0 < level <= 1 for level in levels):
+        raise FedcontextError(
+            f"levels must be distinct comma-separated numbers above 0 and up to 1, got {shown(given)}"
+        )
+    return levels
+
+
 def command_line(command: str, options: Mapping[str, object]) -> str:
     """Return the command with the options that were given, as generated pages print it.
 
@@ -189,7 +207,8 @@ def interruptible(out_dir: Path, how_to_continue: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         word, code = ("terminated", 143) if isinstance(error, Terminated) else ("interrupted", 130)
-        print_line(f"{word}: completed rounds are in {out_dir}; {how_to_continue}", err, "yellow")
+        done = f"completed rounds are in {out_dir}; {how_to_continue}" if out_dir.exists() else "no round was completed"
+        print_line(f"{word}: {done}", err, "yellow")
         raise typer.Exit(code) from None
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -25,6 +25,7 @@ from fedcontext.cli.options import (
     Track,
     distinct,
     interruptible,
+    levels_from,
     takes_settings,
 )
 from fedcontext.cli.tables import LEGEND, comparison, excluded_replies, lost_rounds, outcome
@@ -32,13 +33,14 @@ from fedcontext.console import out, print_line
 from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.records import RoundRecord
 from fedcontext.results.diagnosis import diagnose, over_seeds
-from fedcontext.results.summary import summarise
+from fedcontext.results.summary import LEVELS, summarise
 from fedcontext.runner import run as run_one
 from fedcontext.runner import run_all
 
 ALGORITHMS = "fedavg,fedprox,folb,fedadam,fedavg-contextual,fedavg-memory"
 SEEDS = "0,1,2"
 DATASET = Experiment().dataset
+DEFAULT_LEVELS = ",".join(map(str, LEVELS))
 Runs: TypeAlias = dict[str, list[tuple[Experiment, list[RoundRecord]]]]  # by algorithm, one for each seed
 LISTS = {
     "algorithms": Annotated[
@@ -54,6 +56,9 @@ Resume: TypeAlias = Annotated[
         "--resume", help="Checkpoint every round, and continue from the checkpoints in --out, also with more rounds."
     ),
 ]
+Levels: TypeAlias = Annotated[
+    str, typer.Option(metavar="NUMBERS", help="Accuracies; the table has the rounds to reach each of them.")
+]
 COMPARE = {**LISTS, **{name: option for name, option in OPTIONS.items() if f"{name}s" not in LISTS}}
 
 
@@ -65,22 +70,23 @@ def run(
         Path | None, typer.Option(help="Write the trained model to this file (.npz or .safetensors).")
     ] = None,
     resume: Resume = False,
+    levels: Levels = DEFAULT_LEVELS,
     report: ReportPage = None,
     track: Track = "",
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Run one algorithm and write a record of every round."""
-    experiment = experiment_from(settings)
+    experiment, chosen = experiment_from(settings), levels_from(levels)
     with (
         interruptible(out_dir, _how_to_continue(resume)),
         follow([experiment], out_dir, quiet=quiet, report=report, track=track) as on_round,
     ):
         records = run_one(experiment, out_dir, on_round, resume=resume, save=save)
     if as_json:
-        typer.echo(json.dumps(_as_json(experiment, records, out_dir)))
+        typer.echo(json.dumps(_as_json(experiment, records, out_dir, chosen)))
     elif not quiet:
-        _print(experiment.dataset, {experiment.algorithm: [(experiment, records)]})
+        _print(experiment.dataset, {experiment.algorithm: [(experiment, records)]}, chosen)
         paths = {"records": _records_path(experiment, out_dir), "model": save, "report": report}
         _print_paths({**paths, "tracked": tracked_to(track, out_dir)})
 
@@ -94,6 +100,7 @@ def compare(
     ] = None,
     jobs: Jobs = None,
     resume: Resume = False,
+    levels: Levels = DEFAULT_LEVELS,
     report: ReportPage = None,
     track: Track = "",
     quiet: Quiet = False,
@@ -103,7 +110,7 @@ def compare(
 
     --dataset takes several names too, separated by commas: one table for each, and one figure.
     """
-    experiments = _experiments(settings)
+    experiments, chosen = _experiments(settings), levels_from(levels)
     if figure is not None:
         from fedcontext.paper import figures
 
@@ -124,11 +131,11 @@ def compare(
         }
         figures.draw_curves(figure, curves)
     if as_json:
-        values = {dataset: _all_as_json(by_name, out_dir) for dataset, by_name in runs.items()}
+        values = {dataset: _all_as_json(by_name, out_dir, chosen) for dataset, by_name in runs.items()}
         typer.echo(json.dumps(values if len(values) > 1 else next(iter(values.values()))))
     elif not quiet:
         for dataset, by_name in runs.items():
-            _print(dataset, by_name)
+            _print(dataset, by_name, chosen)
         _print_paths(
             {"records": out_dir, "figure": figure, "report": report, "tracked": tracked_to(track, out_dir)},
         )
@@ -153,8 +160,8 @@ def _experiments(settings: dict[str, Any]) -> list[Experiment]:
     ]
 
 
-def _print(dataset: str, by_name: Runs) -> None:
-    summaries = {name: [summarise(records) for _, records in pairs] for name, pairs in by_name.items()}
+def _print(dataset: str, by_name: Runs, levels: Sequence[float]) -> None:
+    summaries = {name: [summarise(records, levels) for _, records in pairs] for name, pairs in by_name.items()}
     out.print(comparison(dataset, summaries))
     experiments = [each for pairs in by_name.values() for each, _ in pairs]
     faulty = any(each.faults != "none" or each.attack != "none" for each in experiments)
@@ -172,17 +179,19 @@ def _print_paths(paths: Mapping[str, object]) -> None:
     print_line(", ".join(f"{name}: {path}" for name, path in paths.items() if path))
 
 
-def _all_as_json(by_name: Runs, out_dir: Path) -> dict[str, Any]:
-    return {name: [_as_json(each, records, out_dir) for each, records in pairs] for name, pairs in by_name.items()}
+def _all_as_json(by_name: Runs, out_dir: Path, levels: Sequence[float]) -> dict[str, Any]:
+    return {name: [_as_json(*pair, out_dir, levels) for pair in pairs] for name, pairs in by_name.items()}
 
 
 def _records_path(experiment: Experiment, out_dir: Path) -> str:
     return str(out_dir / f"{experiment.name}.jsonl")
 
 
-def _as_json(experiment: Experiment, records: list[RoundRecord], out_dir: Path) -> dict[str, Any]:
+def _as_json(
+    experiment: Experiment, records: list[RoundRecord], out_dir: Path, levels: Sequence[float]
+) -> dict[str, Any]:
     """Return a run's seed, the path of its records, its summary with NaN as null, and the findings about it."""
-    values = dataclasses.asdict(summarise(records))
+    values = dataclasses.asdict(summarise(records, levels))
     values = {key: None if value != value else value for key, value in values.items()}
     findings = [str(finding) for finding in diagnose(records, vars(experiment))]
     return {"seed": experiment.seed, "records": _records_path(experiment, out_dir), **values, "findings": findings}

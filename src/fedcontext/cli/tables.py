@@ -14,7 +14,7 @@ from rich.table import Table
 from fedcontext.console import err
 from fedcontext.experiment import Experiment
 from fedcontext.records import RoundRecord
-from fedcontext.results.summary import LEVELS, TAIL, Summary, join_names, median_rounds
+from fedcontext.results.summary import TAIL, Summary, join_names, median_rounds
 from fedcontext.runner import OnRound
 
 Summaries: TypeAlias = Mapping[str, Sequence[Summary]]  # by algorithm, one per seed
@@ -50,7 +50,7 @@ def progress(title: str, total: int, quiet: bool) -> Iterator[OnRound]:
 
 def comparison(title: str, summaries: Summaries) -> Table:
     """Return a table with one row per algorithm: mean ± standard deviation over seeds, medians for rounds."""
-    levels = "/".join(f"{level * 100:.0f}" for level in LEVELS)
+    levels = "/".join(f"{level * 100:g}" for level in _levels(summaries))
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0)
     )
@@ -59,7 +59,7 @@ def comparison(title: str, summaries: Summaries) -> Table:
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True, overflow="fold")
     for label, runs in summaries.items():
-        rounds = [median_rounds([run.rounds_to[level] for run in runs]) for level in LEVELS]
+        rounds = [median_rounds([run.rounds_to[level] for run in runs]) for level in _levels(summaries)]
         table.add_row(
             label,
             mean_and_deviation([run.loss for run in runs]),
@@ -87,11 +87,16 @@ def outcome(summaries: Summaries) -> str:
     lowest = decimal(min(finite, default=np.nan), 3)
     with_it = [label for label, loss in losses.items() if decimal(loss, 3) == lowest]
     end = f"the lowest final loss is {lowest}, of {join_names(with_it)}." if finite else "no final loss is known."
-    for level in reversed(LEVELS):
+    for level in sorted(_levels(summaries), reverse=True):
         rounds = {label: median_rounds([run.rounds_to[level] for run in runs]) for label, runs in summaries.items()}
         if np.isfinite(fewest := min(rounds.values())):
-            return f"{_first(rounds, fewest)} {level * 100:.0f} % accuracy {_after(rounds, fewest)}; {end}"
+            return f"{_first(rounds, fewest)} {level * 100:g} % accuracy {_after(rounds, fewest)}; {end}"
     return f"No accuracy level was reached; {end}"
+
+
+def _levels(summaries: Summaries) -> list[float]:
+    """Return the accuracy levels of the summaries, which have the same ones."""
+    return list(next(iter(summaries.values()))[0].rounds_to)
 
 
 def _first(rounds: Mapping[str, float], fewest: float) -> str:

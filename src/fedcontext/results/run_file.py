@@ -17,6 +17,7 @@ from fedcontext.files.storage import check_target, clean, make_folder, naming, w
 from fedcontext.records import RoundRecord, Settings, manifest, read_lines, read_run, stream_records, to_json
 
 LOG = logging.getLogger("fedcontext")
+ANEW = "to start again at round 1, delete the run's checkpoint"
 
 
 def write_records(path: str | Path, settings: Settings, records: Iterable[RoundRecord]) -> None:
@@ -127,10 +128,15 @@ def _is_of_this_run(path: Path, settings: Settings, done: int) -> bool:
 def _first_rounds(path: Path, done: int) -> tuple[dict[str, Any], list[RoundRecord]]:
     """Return the manifest and the records of a run file, if it has the first ``done`` rounds."""
     if not path.exists():
-        raise FedcontextError(f"{path}: cannot resume after round {done}: the file does not exist")
-    head, records = read_run(path)
+        raise FedcontextError(f"{path}: cannot resume after round {done}: the file does not exist; {ANEW}")
+    try:
+        head, records = read_run(path)
+    except FedcontextError as error:
+        raise FedcontextError(f"cannot resume after round {done}: {error}; {ANEW}") from None
     if [record.number for record in records[:done]] != list(range(1, done + 1)):
-        raise FedcontextError(f"{path}: cannot resume after round {done}: rounds 1 to {done} are not all in the file")
+        raise FedcontextError(
+            f"{path}: cannot resume after round {done}: rounds 1 to {done} are not all in the file; {ANEW}"
+        )
     return head, records
 
 
