@@ -693,3 +693,12 @@ def test_a_missing_data_directory_is_named_with_each_path_searched(tmp_path, mon
         assert f"{path}/femnist_leaf_writers.npz, {path}/femnist.npz" in str(error.value)
     assert "FEDCONTEXT_DATA=/nope is not a directory" in str(error.value)
     assert "fedcontext data fetch femnist" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "partition", [datasets.iid, datasets.shards, datasets.dirichlet, datasets.power_law], ids=lambda each: each.__name__
+)
+def test_partitioners_take_a_seed_in_place_of_a_generator(partition):
+    labels = np.repeat(np.arange(3), 20)
+    seeded, drawn = partition(labels, 5, 7), partition(labels, 5, np.random.default_rng(7))
+    assert [list(part) for part in seeded] == [list(part) for part in drawn]

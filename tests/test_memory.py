@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcontext.compression.codec import Codec
+from fedcontext.errors import FedcontextError
 from fedcontext.measurement.sums import Sums
 from fedcontext.rules.memory import MemorySettings, memory_step
 from fedcontext.rules.quadratic import minimise_in_box
@@ -209,3 +210,9 @@ def test_the_error_of_a_mean_gradient_is_the_one_expected_also_where_all_devices
         expected.append(sums.gradient_error(30))
         errors.append(float(((sums.mean_gradient - gradients.mean(axis=0)) ** 2).sum()))
     assert np.mean(expected) == pytest.approx(np.mean(errors), rel=0.1, abs=1e-9)
+
+
+@pytest.mark.parametrize("settings", [{"reach": -3.0}, {"decay": float("nan")}], ids=str)
+def test_negative_constants_are_refused(settings):
+    with pytest.raises(FedcontextError, match=f"{next(iter(settings))} must not be negative"):
+        MemorySettings(**settings)

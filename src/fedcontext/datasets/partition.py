@@ -1,4 +1,4 @@
-"""Partitioners: each returns the shuffled sample indices of every device."""
+"""Partitioners: each returns the shuffled sample indices of every device, drawn with a generator or a seed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from fedcontext.errors import FedcontextError, positive
 from fedcontext.plan import IntArray
 
 
-def iid(labels: IntArray, devices: int, random: np.random.Generator) -> list[IntArray]:
+def iid(labels: IntArray, devices: int, random: np.random.Generator | int) -> list[IntArray]:
     """Return equal random parts.
 
     >>> [len(part) for part in iid(np.zeros(10), 3, np.random.default_rng(0))]
     [4, 3, 3]
     """
     _check(len(labels), devices)
-    return list(np.array_split(random.permutation(len(labels)), devices))
+    return list(np.array_split(np.random.default_rng(random).permutation(len(labels)), devices))
 
 
-def shards(labels: IntArray, devices: int, random: np.random.Generator, per_device: int = 2) -> list[IntArray]:
+def shards(labels: IntArray, devices: int, random: np.random.Generator | int, per_device: int = 2) -> list[IntArray]:
     """Return parts of few classes: samples sorted by class are cut into shards, ``per_device`` for each device.
 
     >>> labels = np.repeat(np.arange(10), 20)
@@ -27,7 +27,7 @@ def shards(labels: IntArray, devices: int, random: np.random.Generator, per_devi
     >>> max(len(np.unique(labels[part])) for part in parts)
     2
     """
-    labels = np.asarray(labels)
+    labels, random = np.asarray(labels), np.random.default_rng(random)
     _check(len(labels), devices * per_device)
     order = random.permutation(len(labels))
     pieces = np.array_split(order[np.argsort(labels[order], kind="stable")], devices * per_device)
@@ -35,7 +35,7 @@ def shards(labels: IntArray, devices: int, random: np.random.Generator, per_devi
     return [random.permutation(np.concatenate([pieces[piece] for piece in own])) for own in assigned]
 
 
-def dirichlet(labels: IntArray, devices: int, random: np.random.Generator, alpha: float = 0.5) -> list[IntArray]:
+def dirichlet(labels: IntArray, devices: int, random: np.random.Generator | int, alpha: float = 0.5) -> list[IntArray]:
     """Return parts whose share of every class is drawn from a Dirichlet(α): the smaller α, the more uneven.
 
     >>> parts = dirichlet(np.repeat(np.arange(3), 30), 4, np.random.default_rng(0), alpha=0.5)
@@ -43,7 +43,7 @@ def dirichlet(labels: IntArray, devices: int, random: np.random.Generator, alpha
     90
     """
     positive("alpha", alpha)
-    labels = np.asarray(labels)
+    labels, random = np.asarray(labels), np.random.default_rng(random)
     _check(len(labels), devices)
     parts: list[list[IntArray]] = [[] for _ in range(devices)]
     for label in np.unique(labels):
@@ -54,7 +54,7 @@ def dirichlet(labels: IntArray, devices: int, random: np.random.Generator, alpha
     return _fill_empty([random.permutation(np.concatenate(part)) for part in parts])
 
 
-def power_law(labels: IntArray, devices: int, random: np.random.Generator, sigma: float = 2.0) -> list[IntArray]:
+def power_law(labels: IntArray, devices: int, random: np.random.Generator | int, sigma: float = 2.0) -> list[IntArray]:
     """Return random parts of very different sizes: shares are log-normal with this sigma.
 
     >>> sizes = [len(part) for part in power_law(np.zeros(1000), 5, np.random.default_rng(0))]
@@ -63,6 +63,7 @@ def power_law(labels: IntArray, devices: int, random: np.random.Generator, sigma
     """
     positive("sigma", sigma)
     _check(len(labels), devices)
+    random = np.random.default_rng(random)
     shares: FloatArray = np.exp(sigma * random.standard_normal(devices))
     cuts = np.cumsum(shares / shares.sum())[:-1] * len(labels)
     return _fill_empty(np.split(random.permutation(len(labels)), cuts.astype(int)))

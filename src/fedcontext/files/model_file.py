@@ -16,7 +16,7 @@ from fedcontext.files.storage import check_target, replacing
 from fedcontext.files.tensor_file import write_tensors
 
 
-def save_params(path: Path, params: Structure) -> None:
+def save_params(path: str | Path, params: Structure) -> None:
     """Write params to a .npz or .safetensors file by leaf name, atomically; a single array is called "params".
 
     Entries of bfloat16 become float32, which has all of them.
@@ -27,6 +27,7 @@ def save_params(path: Path, params: Structure) -> None:
     >>> dict(np.load(path))
     {'layer/weight': array([1., 1.])}
     """
+    path = Path(path)
     check_format(path)
     arrays = {name or "params": to_numpy(leaf, name) for name, leaf in leaves(params).items()}
     with replacing(path) as temporary:

@@ -86,11 +86,12 @@ def _run_columns(run: Run) -> Row:
     }
 
 
-def export(paths: Iterable[str | Path], out: Path) -> tuple[int, list[str]]:
+def export(paths: Iterable[str | Path], out: str | Path) -> tuple[int, list[str]]:
     """Write the runs in ``paths`` to ``out`` (.parquet or .csv); on failure no file is left behind.
 
     Return the number of rounds, and one message for everything in ``paths`` that was skipped.
     """
+    out = Path(out)
     if out.suffix not in FORMATS:
         raise FedcontextError(f"output must end in {' or '.join(FORMATS)}, got {out.name!r}")
     runs, problems = read_runs(paths)

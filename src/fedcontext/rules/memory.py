@@ -56,6 +56,11 @@ class MemorySettings:
     trial: float = 0.3  # limit of ‖step - d‖ / ‖d‖ where the last step was d, x growth^-e with e the evidence on steps
     scaled_gradient: bool = True  # whether q is a direction
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value >= 0:
+                raise FedcontextError(f"{name} must not be negative, got {value}")
+
 
 @dataclass(frozen=True)
 class Memory:
