@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from fedcontext.faults.faults import FAULTS
 from fedcontext.leaderboard.board import printed_progress
 from fedcontext.stress.cases import BARE, CONDITIONS, HONEST, METHODS, SHARES, TASKS, experiment, last_disturbed, select
 from fedcontext.stress.cells import merge, read_results, stress
-from fedcontext.stress.document import document
+from fedcontext.stress.document import document, summary_rows
 from fedcontext.stress.publication import publish
 
 WITHOUT_GRADIENTS = ("mean", "by samples", "FedAdam", "Krum", "median", "FLTrust")
@@ -75,6 +76,15 @@ def test_the_page_has_every_number_of_the_file(results, tmp_path):
     for condition in select([], quick=True)[1]:
         (row,) = [line for label, line in rows.items() if label.split()[:1] == [condition.name]]
         assert len(re.findall(r"\.\d\d", row)) == len(METHODS)
+
+
+def test_the_summary_has_the_tasks_in_the_order_of_the_page(results):
+    made, _ = results
+    (rounds,) = made.rounds.values()
+    later = [replace(cell, task="later", accuracy=[0.0]) for cell in made.cells]
+    both = replace(made, cells=[*later, *made.cells], rounds={**made.rounds, "later": rounds})
+    for row, alone in zip(summary_rows(both), summary_rows(made), strict=True):
+        assert row["accuracy"] == f"{alone['accuracy']}/0.000"
 
 
 def test_the_page_says_which_faults_attacks_and_shares_were_run(results, tmp_path):

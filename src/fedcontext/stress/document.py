@@ -31,7 +31,7 @@ Faults and attacks end after two thirds of the rounds. **Accuracy** is that of t
 without faults, median over seeds; - is not reached in the rounds that are left. A run that ended with an error counts as accuracy 0, and x marks its cell.
 """
 SUMMARY = (
-    "Accuracy without faults, then points lost against it: the mean over all faults, over all attacks at each share, and "
+    "Accuracy without faults, of the tasks in the order above, then points lost against it: the mean over all faults, over all attacks at each share, and "
     "the worst cell of all tasks."
 )
 BOLD = ("contextual", "memory")  # our methods with their defences
@@ -112,7 +112,7 @@ def summary_rows(results: Results) -> Iterator[dict[str, str]]:
         where = f"{worst.condition} {_percent(worst.share)}{f', {worst.task}' if several else ''}"
         yield {
             "method": method,
-            "accuracy": "/".join(f"{value:.3f}" for value in honest.values()),
+            "accuracy": "/".join(f"{honest[task]:.3f}" for task in results.rounds),
             **{
                 name: f"{np.mean([drops[id(cell)] for cell in group]):.1f}" if group else ""
                 for name, group in groups.items()
