@@ -470,3 +470,9 @@ def test_a_truncated_last_line_is_skipped_and_other_files_are_refused(small_data
         path.write_text(bad)
         with pytest.raises(FedcontextError, match=r"run\.jsonl"):
             fc.read_run(path)
+
+
+def test_data_without_test_samples_are_announced():
+    data = fc.federate(np.eye(8), np.arange(8) % 2, [np.arange(4), np.arange(4, 8)], test_share=0)
+    with pytest.warns(UserWarning, match="data 'custom' has no test samples: records have an accuracy of 0"):
+        fc.prepare(fc.Experiment("custom", rounds=1, devices_per_round=2), data=data)

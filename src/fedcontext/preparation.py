@@ -62,6 +62,8 @@ def prepare(
         raise FedcontextError("give an engine or a model, not both: an engine already has its model")
     _check_data(data)
     data = data or load_dataset(experiment.dataset, experiment.data_seed)
+    if not len(data.test.labels):
+        warnings.warn(f"data '{data.name}' has no test samples: records have an accuracy of 0", stacklevel=2)
     own_engine = engine is not None
     engine = engine or _engine(experiment, data, model)
     rate = algorithm.local.learning_rate if isinstance(algorithm, Algorithm) else experiment.learning_rate
