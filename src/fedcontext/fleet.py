@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedcontext.arrays.tree import BoolArray, FloatArray
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import FedcontextError, unknown_value_error
 from fedcontext.plan import IntArray, RoundPlan, Stream, generator
 
 # why a reply is excluded that came after enough others; nothing is wrong with it
@@ -84,7 +84,7 @@ def profile_named(name: str) -> Profile:
     0.0
     """
     if name not in PROFILES:
-        raise FedcontextError(f"fleet must be one of {', '.join(PROFILES)}, got {name!r}")
+        raise unknown_value_error("fleet", name, PROFILES)
     return PROFILES[name]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import unknown_value_error
 from fedcontext.experiment import Experiment, experiment_from, with_limits
 from fedcontext.measurement.defences import OFF
 
@@ -43,5 +43,5 @@ def preset_named(name: str) -> Mapping[str, Any]:
     'all'
     """
     if name not in PRESETS:
-        raise FedcontextError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
+        raise unknown_value_error("preset", name, PRESETS)
     return PRESETS[name]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from fedcontext.console import warn
-from fedcontext.errors import FedcontextError, require
+from fedcontext.errors import require, unknown_value_error
 from fedcontext.experiment import Experiment
 from fedcontext.records import RoundRecord
 from fedcontext.results.reader import COSTS, METRICS
@@ -144,7 +144,7 @@ def track_runs(name: str, out: Path) -> Iterator[OnRound]:
     fedcontext.errors.FedcontextError: track must be one of tensorboard, mlflow, wandb, got 'no-such'
     """
     if name not in TRACKERS:
-        raise FedcontextError(f"track must be one of {', '.join(TRACKERS)}, got {name!r}")
+        raise unknown_value_error("track", name, TRACKERS)
     require(name, extra=name)  # fail before the first round, not after it
     runs = TrackedRuns(name, out)
     status: Status = "FAILED"

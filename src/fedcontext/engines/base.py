@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 from fedcontext.arrays.tree import FloatArray, Leaves, Structure
 from fedcontext.datasets.federated import FederatedData
 from fedcontext.engines.softmax import SoftmaxReference
-from fedcontext.errors import FedcontextError, require
+from fedcontext.errors import FedcontextError, require, unknown_value_error
 from fedcontext.local_sgd import LocalSGD
 from fedcontext.plan import IntArray
 
@@ -119,7 +119,7 @@ def engine_named(name: str, data: FederatedData, options: EngineOptions | None =
     (61, 10)
     """
     if name not in ENGINES:
-        raise FedcontextError(f"engine must be one of {', '.join(ENGINES)}, got {name!r}")
+        raise unknown_value_error("engine", name, ENGINES)
     _check(data)
     return ENGINES[name](data, options or EngineOptions())
 

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from fedcontext.arrays.tree import FloatArray
-from fedcontext.errors import FedcontextError, positive
+from fedcontext.errors import FedcontextError, positive, unknown_value_error
 from fedcontext.measurement.combination import (
     COMBINATIONS,
     Combination,
@@ -139,7 +139,7 @@ def robust_gradients(rule: Rule | SumRule, how: Combination) -> Rule | SumRule:
             f"rule '{rule.name}' uses no gradients to combine; use contextual() or contextual_memory()"
         )
     if how not in COMBINATIONS:
-        raise FedcontextError(f"gradients must be one of {', '.join(COMBINATIONS)}, got {how!r}")
+        raise unknown_value_error("gradients", how, COMBINATIONS)
     if how == "mean":
         return rule
     own: frozenset[Need] = frozenset({"root gradient"} if how == "trust" else ())

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TypeAlias
 
-from fedcontext.errors import FedcontextError, require
+from fedcontext.errors import FedcontextError, require, unknown_value_error
 
 require("torch", extra="torch")
 from torch import Tensor, nn  # noqa: E402
@@ -151,7 +151,7 @@ def model_named(name: str, features: int, classes: int) -> tuple[Callable[[], nn
     (1, 28, 28)
     """
     if name not in MODELS:
-        raise FedcontextError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
+        raise unknown_value_error("model", name, MODELS)
     shape = (features,) if MODELS[name] in (logistic, mlp) else image_shape(features)
     return lambda: MODELS[name](shape, classes), shape
 
