@@ -145,13 +145,10 @@ class Federation:
 
 
 @contextlib.contextmanager
-def federation(
-    at: Path, nodes: int, before_start: Callable[[Federation], None] = lambda local: None
-) -> Iterator[Federation]:
-    """Yield a federation of ``nodes`` registered SuperNodes, and stop it on exit; ``before_start`` is called first."""
+def federation(at: Path, nodes: int) -> Iterator[Federation]:
+    """Yield a federation of ``nodes`` registered SuperNodes, and stop it on exit."""
     local = Federation(at)
     try:
-        before_start(local)
         local.start_superlink()
         for k in range(nodes):
             key = local.make_key(f"node{k}")

@@ -10,7 +10,6 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-import fast_flower
 import numpy as np
 import pytest
 from fedcontext_app import server_app, task
@@ -41,29 +40,16 @@ def in_this_process(at: Path, **settings: object) -> tuple[np.ndarray, list[fc.R
     return model(at / "here.st"), fc.read_run(at / "here.jsonl")[1]
 
 
-def fork_apps(local: Federation) -> None:
-    """Let apps be forked from one process: to import Flower in each of them takes longer than all they do."""
-    wait_until(fast_flower.prepare(local, ("flwr-clientapp", "flwr-serverapp")).exists, "apps can be forked")
-
-
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
     at = tmp_path_factory.mktemp("federation")
-    with federation(at, 3, fork_apps) as running:
+    with federation(at, 3) as running:
         yield running
     shutil.rmtree(at, ignore_errors=True)  # private keys
 
 
 def finish(local: Federation, run: subprocess.Popen) -> None:
     assert run.wait(LIMIT) == 0, local.log("run")
-
-
-def test_a_round_in_the_processes_that_flower_itself_starts(tmp_path: Path) -> None:
-    settings = {**SETTINGS, "num_server_rounds": 1, "min_nodes": 2, "fraction_evaluate": 0.0}
-    with federation(tmp_path, 2) as plain:
-        finish(plain, plain.start_run(**settings, records=tmp_path / "run.jsonl", checkpoint=tmp_path / "run.st"))
-    expected, _ = in_this_process(tmp_path, **settings)
-    assert model(tmp_path / "run.st").tobytes() == expected.tobytes()
 
 
 def test_three_rounds_over_tls_with_registered_nodes_and_a_stranger_refused(local: Federation, tmp_path: Path) -> None:
