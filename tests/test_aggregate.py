@@ -223,6 +223,20 @@ def test_what_a_rule_returns_must_be_finite_numbers(rule):
         fc.aggregate(np.zeros(4), [np.ones(4)] * 2, rule=rule)
 
 
+@pytest.mark.parametrize("rule", [fc.coordinate_median(), fc.trimmed_mean()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("entry", [np.nan, np.inf])
+def test_coordinate_rules_name_the_device_that_is_not_finite(rule, entry):
+    updates = {"a": np.ones(4), "b": np.array([1, entry, 1, 1]), "c": np.array([1, entry, 1, 1])}
+    with pytest.raises(FedcontextError, match="device b: the array has NaN or infinite entries"):
+        fc.aggregate(np.zeros(4), updates, rule=rule, defences=None)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_updates_that_overflow_a_coordinate_rule_are_reported_as_too_large():
+    with pytest.raises(FedcontextError, match="the updates are too large"):
+        fc.aggregate(np.zeros(4), [np.full(4, 1e308)] * 3, rule=fc.trimmed_mean(), defences=None)
+
+
 def test_two_leaves_of_one_name_are_refused():
     params = {"layer": {"bias": np.zeros(2)}, "layer/bias": np.zeros(2)}
     with pytest.raises(FedcontextError, match="two leaves are called 'layer/bias'"):

@@ -43,11 +43,18 @@ def step_of(
 
 
 def combination_of(rule: CoordinateRule, block: FloatArray) -> FloatArray:
-    """Return one value for each entry of a block of the devices' values."""
-    return _numbers(rule.combine(block), block.shape[1], f"rule '{rule.name}': combine", "entries")
+    """Return one value for each entry of a block of the devices' values.
+
+    What is not finite because the devices' values are not, or are too large, is returned: `aggregate` names the device.
+    """
+    function = f"rule '{rule.name}': combine"
+    combined = _numbers(rule.combine(block), block.shape[1], function, "entries", check_finite=False)
+    if np.isnan(combined).any() and np.isfinite(block).all():
+        raise FedcontextError(f"{function} must return {len(combined)} finite entries, got {shown(combined)}")
+    return combined
 
 
-def _numbers(value: object, count: int, function: str, what: str) -> FloatArray:
+def _numbers(value: object, count: int, function: str, what: str, *, check_finite: bool = True) -> FloatArray:
     """Return ``value`` as an array of ``count`` finite numbers, or raise an error that names the function."""
     try:
         numbers = np.asarray(value)
@@ -55,7 +62,7 @@ def _numbers(value: object, count: int, function: str, what: str) -> FloatArray:
         numbers = np.zeros(())
     if numbers.dtype.kind not in "biuf" or numbers.shape != (count,):
         raise FedcontextError(f"{function} must return {count} finite {what}, got {_described(value)}")
-    if not np.isfinite(numbers).all():
+    if check_finite and not np.isfinite(numbers).all():
         raise FedcontextError(f"{function} must return {count} finite {what}, got {shown(numbers)}")
     return np.asarray(numbers, np.float64)
 

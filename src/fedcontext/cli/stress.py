@@ -14,7 +14,7 @@ from fedcontext.console import out, print_line
 from fedcontext.errors import FedcontextError
 from fedcontext.files.storage import check_folder
 
-ON_THE_PAGE_ONLY = ("cells within 3 points", "rounds lost", "runs ended")  # columns for which a terminal has no room
+OMITTED_COLUMNS = ("cells within 3 points", "rounds lost", "runs ended")  # the terminal table would be too wide
 
 
 def stress(
@@ -58,7 +58,7 @@ def stress(
     if quiet:
         return
     rows = list(summary_rows(made))
-    columns = [name for name in rows[0] if name not in ON_THE_PAGE_ONLY]
+    columns = [name for name in rows[0] if name not in OMITTED_COLUMNS]
     out.print(plain_table(columns, [[row[name] for name in columns] for row in rows]))
     print_line(SUMMARY, style="dim")
     for path in paths:
