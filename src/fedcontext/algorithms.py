@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from fedcontext import variates
-from fedcontext.errors import FedcontextError, positive, unknown_value_error
+from fedcontext.errors import FedcontextError, by_name, positive
 from fedcontext.local_sgd import LocalSGD, proximal, sgd
 from fedcontext.measurement.combination import Combination
 from fedcontext.rules import averaging, robust, server
@@ -151,9 +151,8 @@ def algorithm_named(name: str, hyperparameters: Hyperparameters) -> Algorithm:
     >>> algorithm_named("fedavg", Hyperparameters(learning_rate=0.1, smoothness=10)).rule.name
     'mean'
     """
-    if name not in ALGORITHMS:
-        raise unknown_value_error("algorithm", name, ALGORITHMS)
-    return with_server_rate(_with_gradients(ALGORITHMS[name](hyperparameters), hyperparameters), hyperparameters)
+    algorithm = by_name("algorithm", name, ALGORITHMS)(hyperparameters)
+    return with_server_rate(_with_gradients(algorithm, hyperparameters), hyperparameters)
 
 
 def _with_gradients(algorithm: Algorithm, h: Hyperparameters) -> Algorithm:

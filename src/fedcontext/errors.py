@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from types import ModuleType
+from typing import TypeVar
 
+Entry = TypeVar("Entry")
 LONGEST = 480  # characters of a message
 LONGEST_VALUE = 80  # characters of a value in a message
 
@@ -108,6 +110,17 @@ def unknown_value_error(
     if suggestion := suggestion or nearest(value, known):
         return FedcontextError(f"{what} {shown(value)} is unknown{did_you_mean(suggestion)} {must}")
     return FedcontextError(f"{must}, got {shown(value)}")
+
+
+def by_name(what: str, name: str, table: Mapping[str, Entry]) -> Entry:
+    """Return the entry of a table with this name, or raise the error for an unknown value.
+
+    >>> by_name("digit", "one", {"one": 1})
+    1
+    """
+    if name not in table:
+        raise unknown_value_error(what, name, table)
+    return table[name]
 
 
 def positive(name: str, value: float) -> float:

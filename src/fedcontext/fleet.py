@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedcontext.arrays.tree import BoolArray, FloatArray
-from fedcontext.errors import FedcontextError, unknown_value_error
+from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray, RoundPlan, Stream, generator
 
 # why a reply is excluded that came after enough others; nothing is wrong with it
@@ -75,17 +75,6 @@ def make_fleet(profile: Profile, population: int, seed: int) -> Fleet:
     """
     random = generator(seed, 0, Stream.FLEET)
     return Fleet(*(spread.draw(random, population) for spread in (profile.speed, profile.latency, profile.bandwidth)))
-
-
-def profile_named(name: str) -> Profile:
-    """Return the profile of `PROFILES` with this name.
-
-    >>> profile_named("even").speed.sigma
-    0.0
-    """
-    if name not in PROFILES:
-        raise unknown_value_error("fleet", name, PROFILES)
-    return PROFILES[name]
 
 
 @dataclass(frozen=True)

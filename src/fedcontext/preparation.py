@@ -18,7 +18,7 @@ from fedcontext.engines.base import Engine, EngineOptions, engine_named
 from fedcontext.errors import FedcontextError, require
 from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.faults.disturbance import disturbance_of
-from fedcontext.fleet import make_fleet, profile_named
+from fedcontext.fleet import PROFILES, make_fleet
 from fedcontext.local_sgd import sgd
 from fedcontext.plan import Stream, generator
 from fedcontext.records import RoundRecord
@@ -69,7 +69,7 @@ def prepare(
     rate = algorithm.local.learning_rate if isinstance(algorithm, Algorithm) else experiment.learning_rate
     beta = smoothness_of(experiment.smoothness, rate, lambda: measured_smoothness(engine, data))
     algorithm = _algorithm(experiment, algorithm, beta)
-    fleet = make_fleet(profile_named(experiment.fleet), data.population, experiment.seed)
+    fleet = make_fleet(PROFILES[experiment.fleet], data.population, experiment.seed)
     _check_combination(algorithm, engine)
     memory = "differences" in algorithm.rule.needs
     if memory and experiment.averaging != "mean":

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from fedcontext.errors import unknown_value_error
 from fedcontext.experiment import Experiment, experiment_from, with_limits
 from fedcontext.measurement.defences import OFF
 
@@ -34,14 +33,3 @@ def paper(dataset: str = "mnist", **changes: Any) -> Experiment:
     '1/lr'
     """
     return experiment_from({**PRESETS["paper"], "dataset": dataset, **with_limits(changes)})
-
-
-def preset_named(name: str) -> Mapping[str, Any]:
-    """Return the settings of a preset.
-
-    >>> preset_named("paper")["probes"]
-    'all'
-    """
-    if name not in PRESETS:
-        raise unknown_value_error("preset", name, PRESETS)
-    return PRESETS[name]

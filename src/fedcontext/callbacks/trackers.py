@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from fedcontext.console import warn
-from fedcontext.errors import require, unknown_value_error
+from fedcontext.errors import by_name, require
 from fedcontext.experiment import Experiment
 from fedcontext.records import RoundRecord
 from fedcontext.results.reader import COSTS, METRICS
@@ -143,10 +143,9 @@ def track_runs(name: str, out: Path) -> Iterator[OnRound]:
     ...
     fedcontext.errors.FedcontextError: track must be one of tensorboard, mlflow, wandb, got 'no-such'
     """
-    if name not in TRACKERS:
-        raise unknown_value_error("track", name, TRACKERS)
+    tracker = by_name("track", name, TRACKERS)
     require(name, extra=name)  # fail before the first round, not after it
-    runs = TrackedRuns(name, out)
+    runs = TrackedRuns(name, tracker, out)
     status: Status = "FAILED"
     try:
         yield runs.update
@@ -161,8 +160,8 @@ def track_runs(name: str, out: Path) -> Iterator[OnRound]:
 class TrackedRuns:
     """The open runs of one tracker."""
 
-    def __init__(self, name: str, out: Path) -> None:
-        self.name, self.out = name, out
+    def __init__(self, name: str, tracker: Callable[[Experiment, Path], Tracker], out: Path) -> None:
+        self.name, self.tracker, self.out = name, tracker, out
         self.open: dict[str, Tracker] = {}
         self.failed = False
 
@@ -178,7 +177,7 @@ class TrackedRuns:
 
     def _log(self, experiment: Experiment, record: RoundRecord) -> None:
         if experiment.name not in self.open:
-            self.open[experiment.name] = TRACKERS[self.name](experiment, self.out)
+            self.open[experiment.name] = self.tracker(experiment, self.out)
         self.open[experiment.name].log(record.number, metrics_of(record))
         if record.number == experiment.rounds:
             self.open.pop(experiment.name).close("FINISHED")

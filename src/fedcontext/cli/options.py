@@ -18,9 +18,9 @@ import typer
 from typer.core import TyperCommand
 
 from fedcontext.console import err, print_line
-from fedcontext.errors import FedcontextError, shown
+from fedcontext.errors import FedcontextError, by_name, shown
 from fedcontext.experiment import SETTINGS, Experiment, settings_from_toml, with_limits
-from fedcontext.presets import PRESETS, preset_named
+from fedcontext.presets import PRESETS
 
 
 def _silence_log(quiet: bool) -> bool:
@@ -138,7 +138,7 @@ def merged(
         if "probes" in given:
             raise FedcontextError("--probes and --k2 are the same setting: give one of them")
         given["probes"] = probes_from(k2)
-    base = preset_named(preset) if preset else {}
+    base = by_name("preset", preset, PRESETS) if preset else {}
     settings = {name: value for name, value in base.items() if name in known}
     return settings | (settings_from_toml(file, {**dict.fromkeys(SETTINGS), **known}) if file else {}) | given
 

@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 from fedcontext.arrays.tree import FloatArray, Leaves, Structure
 from fedcontext.datasets.federated import FederatedData
 from fedcontext.engines.softmax import SoftmaxReference
-from fedcontext.errors import FedcontextError, require, unknown_value_error
+from fedcontext.errors import FedcontextError, by_name, require
 from fedcontext.local_sgd import LocalSGD
 from fedcontext.plan import IntArray
 
@@ -118,10 +118,9 @@ def engine_named(name: str, data: FederatedData, options: EngineOptions | None =
     >>> engine_named("reference", load_dataset("synthetic-iid")).initial_params().shape
     (61, 10)
     """
-    if name not in ENGINES:
-        raise unknown_value_error("engine", name, ENGINES)
+    make = by_name("engine", name, ENGINES)
     _check(data)
-    return ENGINES[name](data, options or EngineOptions())
+    return make(data, options or EngineOptions())
 
 
 def _check(data: FederatedData) -> None:

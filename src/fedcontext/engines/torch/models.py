@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TypeAlias
 
-from fedcontext.errors import FedcontextError, require, unknown_value_error
+from fedcontext.errors import FedcontextError, by_name, require
 
 require("torch", extra="torch")
 from torch import Tensor, nn  # noqa: E402
@@ -150,10 +150,9 @@ def model_named(name: str, features: int, classes: int) -> tuple[Callable[[], nn
     >>> shape
     (1, 28, 28)
     """
-    if name not in MODELS:
-        raise unknown_value_error("model", name, MODELS)
-    shape = (features,) if MODELS[name] in (logistic, mlp) else image_shape(features)
-    return lambda: MODELS[name](shape, classes), shape
+    model = by_name("model", name, MODELS)
+    shape = (features,) if model in (logistic, mlp) else image_shape(features)
+    return lambda: model(shape, classes), shape
 
 
 def image_shape(features: int) -> Shape:
