@@ -16,11 +16,10 @@ from fedcontext.errors import FedcontextError
 from fedcontext.experiment import SETTINGS
 from fedcontext.faults.attacks import ATTACKS
 from fedcontext.faults.faults import FAULTS
-from fedcontext.leaderboard.board import printed_progress
+from fedcontext.leaderboard.board import no_progress
 from fedcontext.stress.cases import BARE, CONDITIONS, HONEST, METHODS, SHARES, TASKS, experiment, last_disturbed, select
 from fedcontext.stress.cells import merge, read_results, stress
-from fedcontext.stress.document import document, summary_rows
-from fedcontext.stress.publication import publish
+from fedcontext.stress.document import document, publish, summary_rows
 
 WITHOUT_GRADIENTS = ("mean", "by samples", "FedAdam", "Krum", "median", "FLTrust")
 
@@ -102,7 +101,7 @@ def test_finished_runs_are_reused_and_tasks_are_merged(results, tmp_path):
 
     def progress(title, total):
         rounds.append(total)
-        return printed_progress(title, total)
+        return no_progress(title, total)
 
     assert stress(folder, tasks=tasks, conditions=conditions, seeds=[0], progress=progress).cells == made.cells
     assert rounds == [0]

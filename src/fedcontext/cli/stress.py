@@ -34,8 +34,7 @@ def stress(
     """
     from fedcontext.stress.cases import SEEDS, select
     from fedcontext.stress.cells import stress as run_all
-    from fedcontext.stress.document import SUMMARY, summary_rows
-    from fedcontext.stress.publication import publish
+    from fedcontext.stress.document import SUMMARY, publish, summary_rows
 
     if quick and docs is not None:
         raise FedcontextError("--quick does not write docs: run without --quick or without --docs")

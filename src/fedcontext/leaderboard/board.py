@@ -5,8 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -25,7 +23,6 @@ from fedcontext.leaderboard.tuning import (
     tune,
     tuning_experiments,
 )
-from fedcontext.records import RoundRecord
 from fedcontext.runner import OnRound
 from fedcontext.version import __version__
 
@@ -71,20 +68,6 @@ def seeds_of(entrant: Entrant, seeds: Sequence[int]) -> Sequence[int]:
 def no_progress(title: str, rounds: int) -> Iterator[OnRound]:
     """Yield a callback that does nothing."""
     yield lambda experiment, record: None
-
-
-@contextmanager
-def printed_progress(title: str, rounds: int) -> Iterator[OnRound]:
-    """Yield a callback that prints a line on standard error at every twentieth of the rounds."""
-    done, began = 0, time.monotonic()
-
-    def on_round(experiment: Experiment, record: RoundRecord) -> None:
-        nonlocal done
-        done += 1
-        if done * 20 // rounds > (done - 1) * 20 // rounds:
-            print(f"{title}: {done} of {rounds} rounds, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-
-    yield on_round
 
 
 def compete(

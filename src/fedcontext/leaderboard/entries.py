@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, Literal, TypeAlias
 
-from fedcontext.errors import FedcontextError, unknown_value_error
+from fedcontext.errors import FedcontextError, by_name
 from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.measurement.defences import Defences
 from fedcontext.presets import PRESETS
@@ -39,6 +39,12 @@ class Task:
     def experiment(self, settings: Settings, seed: int) -> Experiment:
         """Return the run of this task with an entrant's settings."""
         return experiment_from({**self.settings, **settings, "seed": seed})
+
+    def on(self, device: str) -> Task:
+        """Return this task with its deep model on a compute device; a task without one, or without a device, as it is."""
+        return (
+            replace(self, settings={**self.settings, "device": device}) if device and "model" in self.settings else self
+        )
 
 
 @dataclass(frozen=True)
@@ -134,12 +140,7 @@ def select_tasks(group: str = "all", names: Sequence[str] = (), *, quick: bool =
     ]
     if quick:
         chosen = [replace(task, settings={**task.settings, "rounds": task.rounds // 2}) for task in chosen]
-    if device:
-        chosen = [
-            replace(task, settings={**task.settings, "device": device}) if "model" in task.settings else task
-            for task in chosen
-        ]
-    return chosen
+    return [task.on(device) for task in chosen]
 
 
 def select_entrants(names: Sequence[str] = (), *, quick: bool = False) -> list[Entrant]:
@@ -160,8 +161,5 @@ def named(what: str, known: Sequence[Any], names: Sequence[str]) -> list[Any]:
     ...
     fedcontext.errors.FedcontextError: entrant 'memry' is unknown, did you mean memory? entrant must be one of fedavg, ...
     """
-    by_name = {each.name: each for each in known}
-    for name in names:
-        if name not in by_name:
-            raise unknown_value_error(what, name, by_name)
-    return [by_name[name] for name in names]
+    table = {each.name: each for each in known}
+    return [by_name(what, name, table) for name in names]

@@ -50,16 +50,9 @@ def levels_of(task: Task, seeds: Sequence[int], out: Path) -> tuple[float, ...]:
     return tuple(round(share * float(np.mean(finals)), 4) for share in task.levels)
 
 
-def tune(
-    task: Task,
-    entrant: Entrant,
-    seeds: Sequence[int],
-    out: Path,
-    jobs: int = 1,
-    on_round: OnRound = lambda experiment, record: None,
-) -> dict[str, Any]:
+def tune(task: Task, entrant: Entrant, seeds: Sequence[int], out: Path) -> dict[str, Any]:
     """Return the settings of an entrant's best candidate on ``seeds``; runs that are complete in ``out`` are reused."""
-    run_missing(tuning_experiments(task, entrant, seeds), out, jobs, on_round)
+    run_missing(tuning_experiments(task, entrant, seeds), out, jobs=1)
     candidates = entrant.candidates()
     if len(candidates) == 1:
         return candidates[0]

@@ -107,13 +107,9 @@ def select(tasks: Sequence[str], *, quick: bool, device: str = "") -> tuple[list
     >>> [task.name for task in tasks], len(conditions)
     (['mnist'], 77)
     """
-    chosen = [_on(device, task) for task in named("task", TASKS, tasks) or TASKS]
+    chosen = [task.on(device) for task in named("task", TASKS, tasks) or TASKS]
     if not quick:
         return chosen, list(CONDITIONS)
     first = chosen[:1] if tasks else [TASKS[0]]
     small = [replace(task, settings={**task.settings, "rounds": 9}) for task in first]
     return small, [each for each in CONDITIONS if each.name in QUICK and each.share in (0.0, 0.2)]
-
-
-def _on(device: str, task: Task) -> Task:
-    return replace(task, settings={**task.settings, "device": device}) if device and "model" in task.settings else task

@@ -1,17 +1,19 @@
-"""The generator of docs/reliability.md, from the results."""
+"""The generator of docs/reliability.md and reliability.json, from the results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 
 from fedcontext.faults.attacks import ATTACKS
 from fedcontext.faults.faults import FAULTS
+from fedcontext.files.storage import write_text
 from fedcontext.leaderboard.document import header, line
 from fedcontext.results.summary import median_rounds
-from fedcontext.stress.cells import Cell, Results
+from fedcontext.stress.cells import Cell, Results, merge, read_results, write_results
 
 Grid: TypeAlias = dict[tuple[str, str], list[Cell]]  # by condition and method: the cells of all shares
 
@@ -36,6 +38,15 @@ SUMMARY = (
 )
 BOLD = ("contextual", "memory")  # our methods with their defences
 LINES = {**FAULTS, **{name: attack.help for name, attack in ATTACKS.items()}}
+
+
+def publish(results: Results, folder: Path) -> list[Path]:
+    """Write reliability.json and reliability.md into a folder, with the tasks that it holds already, and return the paths."""
+    numbers, page = folder / "reliability.json", folder / "reliability.md"
+    merged = merge(read_results(numbers) if numbers.exists() else None, results)
+    write_results(merged, numbers)
+    write_text(page, document(merged))
+    return [numbers, page]
 
 
 def document(results: Results) -> str:
