@@ -8,14 +8,7 @@ from dataclasses import replace
 from fedcontext.aggregation.application import Inputs, apply_step, apply_weights
 from fedcontext.aggregation.combine import largest_entries
 from fedcontext.aggregation.result import Aggregation
-from fedcontext.aggregation.validation import (
-    check_defences,
-    check_differences,
-    check_state,
-    output_leaves,
-    select_leaves,
-    validate,
-)
+from fedcontext.aggregation.validation import check_defences, check_state, output_leaves, select_leaves, validate
 from fedcontext.arrays.tree import SCRATCH, Leaves, Structure, kind_of, leaves, size_of
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.measurement.defences import OFF, Defences
@@ -119,12 +112,10 @@ def aggregate(
         )
     )
     check_defences(defences)
-    check_state(rule, state)
     base, defences = leaves(params), OFF if defences is None else defences
     measured, averaged = _measured_and_averaged(base, layers if isinstance(rule, Rule) else None, buffers)
     vectors = validate(report, base, set(measured), strict=not defences.outlier)
-    if vectors.differences:
-        check_differences(rule, state)
+    check_state(rule, state, differences=bool(vectors.differences))
     if "root" in rule.needs:  # the server's own update is trusted
         vectors = replace(vectors, names=replace(vectors.names, pool=()))
     if not sum(size_of(base[name]) for name in measured):

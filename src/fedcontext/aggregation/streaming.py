@@ -12,7 +12,7 @@ from typing import Any
 from fedcontext.aggregation.combine import add_step
 from fedcontext.aggregation.decision import step_of
 from fedcontext.aggregation.result import plain_numbers
-from fedcontext.aggregation.validation import check_differences, check_state, checked_leaves
+from fedcontext.aggregation.validation import check_state, checked_leaves
 from fedcontext.arrays.tree import FloatArray, Leaves, Structure, kind_of, leaf_name, leaves, rebuild, size_of
 from fedcontext.errors import FedcontextError
 from fedcontext.measurement.sums import Sums, flat, unflat
@@ -80,9 +80,7 @@ class StreamedRound:
             raise FedcontextError(
                 f"rule must work on sums over devices, such as contextual_memory(), got {rule!r:.100}"
             )
-        check_state(rule, state)
-        if self.differences:
-            check_differences(rule, state)
+        check_state(rule, state, differences=self.differences > 0)
         self._check_enough(rule, state)
         state = rule.init(self.params) if state is None else state
         vector, state, info = step_of(rule, self.sums, state, population)

@@ -94,11 +94,11 @@ def check_defences(defences: object) -> None:
         raise FedcontextError(f"defences must be fc.Defences(...) or None, got {shown(defences)}")
 
 
-def check_state(rule: AnyRule, state: State) -> None:
-    """Raise an error for a state that is not the rule's own.
+def check_state(rule: AnyRule, state: State, differences: bool) -> None:
+    """Raise an error for a state that is not the rule's own, or is missing where devices sent ``differences``.
 
     >>> from fedcontext.rules.memory import contextual_memory
-    >>> check_state(contextual_memory(), [1, 2])
+    >>> check_state(contextual_memory(), [1, 2], differences=True)
     Traceback (most recent call last):
     ...
     fedcontext.errors.FedcontextError: state must be that of the last result of rule 'contextual memory', or None in the first round, got [1, 2]
@@ -107,29 +107,20 @@ def check_state(rule: AnyRule, state: State) -> None:
         raise FedcontextError(
             f"the state is of another rule: rule '{rule.name}' keeps none; use the rule that returned it, or state=None"
         )
+    if not isinstance(rule, SumRule):
+        return
+    if state is None and differences and rule.keeps_last_step:
+        raise FedcontextError(
+            f"rule '{rule.name}' got differences but no state: give the state of the last result (state=result.state), or, "
+            "in the first round, leave differences out"
+        )
     try:
-        if isinstance(rule, SumRule) and state is not None:
+        if state is not None:
             rule.last_step(state)
     except (TypeError, LookupError):
         raise FedcontextError(
             f"state must be that of the last result of rule '{rule.name}', or None in the first round, got {shown(state)}"
         ) from None
-
-
-def check_differences(rule: AnyRule, state: State) -> None:
-    """Raise an error where devices sent differences, but the rule that keeps the last step got no state.
-
-    >>> from fedcontext.rules.memory import contextual_memory
-    >>> check_differences(contextual_memory(), None)
-    Traceback (most recent call last):
-    ...
-    fedcontext.errors.FedcontextError: rule 'contextual memory' got differences but no state: give the state of the last result (state=result.state), or, in the first round, leave differences out
-    """
-    if isinstance(rule, SumRule) and rule.keeps_last_step and state is None:
-        raise FedcontextError(
-            f"rule '{rule.name}' got differences but no state: give the state of the last result (state=result.state), or, "
-            "in the first round, leave differences out"
-        )
 
 
 def raise_not_finite(report: Report, measured: set[str]) -> None:
