@@ -21,6 +21,7 @@ from fedcontext.arrays.tree import (
     Array,
     Structure,
     all_finite,
+    dtype_name,
     framework,
     kind_of,
     leaf_name,
@@ -191,7 +192,7 @@ def _pack(value: Any, tensors: dict[str, Any]) -> Any:
     if hasattr(value, "shape"):
         name, host = f"{RULE}{len(tensors)}", isinstance(value, np.ndarray | np.generic)
         tensors[name] = _to_numpy(name, np.asarray(value) if host else value)
-        return {"array" if host else "bfloat16" if _is_bfloat16(value) else "tensor": name}
+        return {"array" if host else "bfloat16" if dtype_name(value) == "bfloat16" else "tensor": name}
     raise FedcontextError(
         "a rule's state must consist of numbers, strings, NumPy arrays, lists, tuples and dicts to be saved, "
         f"got {type(value).__name__}"
@@ -206,7 +207,8 @@ def _unpack(value: Any, tensors: Mapping[str, Any], like: Array) -> Any:
     if kind == "array":
         return tensors[content]
     if kind in ("tensor", "bfloat16"):
-        return _in_framework(tensors[content], like, kind == "bfloat16")
+        saved = tensors[content]
+        return framework(like).from_numpy(saved, kind if kind == "bfloat16" else str(saved.dtype), like)
     if kind == "dict":
         return {key: _unpack(child, tensors, like) for key, child in content.items()}
     if kind == "by number":
@@ -222,31 +224,11 @@ def _to_numpy(name: str, leaf: Array) -> Any:
     return host
 
 
-def _is_bfloat16(leaf: Array) -> bool:
-    return str(leaf.dtype).endswith("bfloat16")
-
-
 def _like(path: Path, name: str, leaf: Array, tensors: Mapping[str, Any]) -> Array:
     """Return the saved leaf in the framework and on the device of ``leaf``."""
-    saved = tensors.get(f"{PARAMS}{name}")
-    dtype = "float32" if _is_bfloat16(leaf) else str(leaf.dtype).removeprefix("torch.")
-    expected = f"{dtype} {tuple(leaf.shape)}"
+    saved, dtype = tensors.get(f"{PARAMS}{name}"), dtype_name(leaf)
+    expected = f"{'float32' if dtype == 'bfloat16' else dtype} {tuple(leaf.shape)}"  # which has all of its numbers
     actual = "nothing" if saved is None else f"{saved.dtype} {saved.shape}"
     if saved is None or actual != expected:
         raise FedcontextError(f"{path}: {leaf_name(name)} must be {expected}, got {actual}")
-    return _in_framework(saved, leaf, _is_bfloat16(leaf))
-
-
-def _in_framework(saved: Any, like: Array, bfloat16: bool) -> Array:
-    """Return a NumPy array in the framework and on the device of ``like``; bfloat16 was saved as float32."""
-    library = framework(like).name
-    if library == "PyTorch":
-        import torch
-
-        tensor = torch.from_numpy(saved.copy()).to(like.device)
-        return tensor.bfloat16() if bfloat16 else tensor
-    if library == "JAX":
-        import jax
-
-        return jax.device_put(saved.astype(jax.numpy.bfloat16) if bfloat16 else saved, like.sharding)
-    return saved
+    return framework(leaf).from_numpy(saved, dtype, leaf)

@@ -32,6 +32,9 @@ class _JAX:
     def writable(self, array: Array) -> bool:
         return False
 
+    def from_numpy(self, values: Array, dtype: str, like: Array) -> Array:
+        return jax.device_put(values.astype(jax.numpy.dtype(dtype)), like.sharding)
+
 
 def _to_host(arrays: Sequence[Array]) -> list[Array]:
     return [np.asarray(array) for array in arrays]

@@ -13,16 +13,8 @@ import numpy as np
 from fedcontext.arrays.tree import Structure
 from fedcontext.errors import FedcontextError, shortened
 
-DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-}
+DTYPES = {"F64": "f8", "F32": "f4", "F16": "f2", "BOOL": "b1"}  # of safetensors, in NumPy's words
+DTYPES |= {f"{kind.upper()}{8 * size}": f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)}
 # What we and NumPy raise for malformed headers; Python's parser raises MemoryError for some that are nested deeply.
 MALFORMED = (
     OSError,
@@ -85,7 +77,7 @@ def _tensor(content: Any, entry: dict[str, Any]) -> Any:
     start, stop = entry["data_offsets"]
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {entry['dtype']}")
-    dtype = np.dtype(DTYPES[entry["dtype"]])
+    dtype = np.dtype(f"<{DTYPES[entry['dtype']]}")
     if not 0 <= start <= stop <= content.size or stop - start != math.prod(entry["shape"]) * dtype.itemsize:
         raise ValueError(f"tensor of {entry['dtype']} {entry['shape']} at {start}..{stop} of {content.size} bytes")
     return content[start:stop].view(dtype).reshape(entry["shape"])

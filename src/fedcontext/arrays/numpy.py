@@ -58,6 +58,9 @@ class _NumPy:
     def writable(self, array: Array) -> bool:
         return bool(array.flags.writeable and array.flags.c_contiguous)
 
+    def from_numpy(self, values: Array, dtype: str, like: Array) -> Array:
+        return values.astype(dtype)
+
 
 def _compiled_sums(arrays: Sequence[Array]) -> ModuleType | None:
     """Return the module of compiled sums if Numba is installed and they can and should be used for these arrays."""

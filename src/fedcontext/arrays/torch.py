@@ -49,6 +49,9 @@ class _Torch:
     def writable(self, array: Array) -> bool:
         return bool(array.is_contiguous())
 
+    def from_numpy(self, values: Array, dtype: str, like: Array) -> Array:
+        return torch.tensor(values, dtype=getattr(torch, dtype), device=like.device)
+
 
 def _float64_blocks(tensors: Sequence[Array], scratch: int) -> Iterator[tuple[int, int, Array]]:
     """Yield start, stop and these entries of each tensor as the rows of a float64 matrix, until all entries are done."""

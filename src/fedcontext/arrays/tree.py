@@ -113,6 +113,10 @@ class Framework(Protocol):
         """Return whether results can be written into the array: it must be contiguous and mutable."""
         ...
 
+    def from_numpy(self, values: npt.NDArray[Any], dtype: str, like: Array) -> Array:
+        """Return a copy of NumPy's values as this library's array, with the dtype of this name, on the device of ``like``."""
+        ...
+
 
 @cache
 def _framework_of_module(module: str) -> Framework | None:
@@ -166,7 +170,7 @@ def kind_of(array: Array) -> str:
     >>> kind_of(np.zeros(1, np.float16)), kind_of(np.zeros(1, np.int32)), kind_of(np.zeros(1, bool))
     ('floating', 'integer', 'other')
     """
-    dtype = _dtype_name(array.dtype)
+    dtype = dtype_name(array)
     if dtype.startswith(("float", "bfloat")):
         return "floating"
     return "integer" if dtype.startswith(("int", "uint")) else "other"
@@ -178,11 +182,20 @@ def largest_number(array: Array) -> float:
     >>> largest_number(np.zeros(1, np.float16))
     65504.0
     """
-    return LARGEST.get(_dtype_name(array.dtype), 0.0)
+    return LARGEST.get(dtype_name(array), 0.0)
+
+
+def dtype_name(array: Array) -> str:
+    """Return the name of an array's dtype, which is the same in all libraries.
+
+    >>> dtype_name(np.zeros(1, np.float16))
+    'float16'
+    """
+    return _name_of(array.dtype)
 
 
 @cache
-def _dtype_name(dtype: Any) -> str:
+def _name_of(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -193,7 +206,7 @@ def to_numpy(array: Array, name: str = "") -> npt.NDArray[Any]:
     True
     """
     host = array.detach().cpu() if hasattr(array, "detach") else array
-    if _dtype_name(array.dtype) == "bfloat16":
+    if dtype_name(array) == "bfloat16":
         host = host.float() if hasattr(host, "float") else host.astype(np.float32)
     try:
         result = np.asarray(host)
@@ -256,7 +269,7 @@ def check_integers(values: Array, like: Array) -> Array:
     >>> check_integers(np.array([255.0]), np.zeros(1, np.uint8))
     array([255.])
     """
-    limits = np.iinfo(_dtype_name(like.dtype))
+    limits = np.iinfo(dtype_name(like))
     if values.min() < limits.min or values.max() >= float(limits.max) + 1:  # float64 cannot represent 2^63 - 1
         raise OverflowError(f"{like.dtype} cannot represent {values.min():g} to {values.max():g}")
     return values

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedcontext.arrays.memmap import DTYPES
 from fedcontext.errors import FedcontextError
 
-DTYPES = {"f8": "F64", "f4": "F32", "f2": "F16", "b1": "BOOL"}
-DTYPES |= {f"{kind}{size}": f"{kind.upper()}{8 * size}" for kind in "iu" for size in (1, 2, 4, 8)}
+NAMES = {numpy_name: name for name, numpy_name in DTYPES.items()}
 START = b'{"__metadata__": {"sha256": "'  # of the header, which follows its length in eight bytes
 PLACE = 8 + len(START)  # of the checksum in the file
 ZEROS = "0" * 64  # in place of the checksum while it is computed
@@ -50,10 +50,10 @@ def _header(ordered: list[tuple[str, npt.NDArray[Any]]], metadata: Mapping[str, 
     entries: dict[str, Any] = {"__metadata__": {"sha256": ZEROS, **metadata}}
     offset = 0
     for name, array in ordered:
-        if array.dtype.str[1:] not in DTYPES:
+        if array.dtype.str[1:] not in NAMES:
             raise FedcontextError(f"{name} must have a dtype of safetensors, got {array.dtype}")
         place = [offset, offset := offset + array.nbytes]
-        entries[name] = {"dtype": DTYPES[array.dtype.str[1:]], "shape": list(array.shape), "data_offsets": place}
+        entries[name] = {"dtype": NAMES[array.dtype.str[1:]], "shape": list(array.shape), "data_offsets": place}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

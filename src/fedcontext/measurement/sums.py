@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fedcontext.arrays.tree import SCRATCH, Array, FloatArray, Leaves, blocks, framework, size_of, to_numpy
+from fedcontext.arrays.tree import SCRATCH, Array, FloatArray, Leaves, blocks, dtype_name, framework, size_of, to_numpy
 from fedcontext.errors import FedcontextError
 from fedcontext.measurement.geometry import Vectors
 from fedcontext.measurement.screening import Screened
@@ -182,10 +182,8 @@ def unflat(vector: FloatArray, like: Leaves, names: Sequence[str]) -> Leaves:
     dtype('float32')
     """
     cuts = np.cumsum([size_of(like[name]) for name in names])[:-1]
-    return {
-        name: _like(piece.reshape(tuple(like[name].shape)), like[name])
-        for name, piece in zip(names, np.split(vector, cuts), strict=True)
-    }
+    pieces = zip(names, np.split(vector, cuts), strict=True)
+    return {name: _like(piece, like[name]) for name, piece in pieces}
 
 
 def _float64(leaf: Array) -> FloatArray:
@@ -193,11 +191,4 @@ def _float64(leaf: Array) -> FloatArray:
 
 
 def _like(values: FloatArray, leaf: Array) -> Array:
-    library = framework(leaf).name
-    if library == "PyTorch":
-        return leaf.new_tensor(values)
-    if library == "JAX":
-        import jax
-
-        return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
-    return values.astype(leaf.dtype)
+    return framework(leaf).from_numpy(values.reshape(tuple(leaf.shape)), dtype_name(leaf), leaf)
