@@ -37,25 +37,18 @@ class Coding:
 def coding_for(bits: int | str, memory: bool, cohort_probes: bool, sketch: int = 0) -> Coding:
     """Return the codes for a setting of bits an entry, or of numbers in a ``sketch`` in place of gradients.
 
+    Differences get half of the gradients' bits, rounded down, at least 1. "auto" is exact vectors for every rule but the one
+    with memory, for which it is 3 bits where the cohort probes and 2 bits where other devices do, which are more.
+
+    >>> coding_for("auto", memory=True, cohort_probes=False)
+    Coding(gradient=Codec(bits=2), difference=Codec(bits=1))
     >>> coding_for("auto", memory=False, cohort_probes=False, sketch=64).gradient
     Sketch(numbers=64)
     """
     if sketch and bits not in ("auto", IDENTITY.bits):
         raise FedcontextError(f"sketch and gradient_bits cannot be combined, got {sketch} and {bits}: give one of them")
-    gradient, difference = bits_for(bits, memory, cohort_probes)
-    return Coding(Sketch(sketch) if sketch else Codec(gradient), Codec(difference))
-
-
-def bits_for(bits: int | str, memory: bool, cohort_probes: bool) -> tuple[int, int]:
-    """Return the bits an entry of gradients and of differences, which get half of the gradients' bits, rounded down, at least 1.
-
-    "auto" is exact vectors for every rule but the one with memory, for which it is 3 bits where the cohort probes and 2 bits
-    where other devices do, which are more.
-
-    >>> bits_for("auto", memory=True, cohort_probes=False), bits_for("auto", memory=True, cohort_probes=True)
-    ((2, 1), (3, 1))
-    """
     if bits == "auto":
         bits = (3 if cohort_probes else 2) if memory else IDENTITY.bits
-    number = int(bits)
-    return number, number if number == IDENTITY.bits else max(1, number // 2)
+    gradient = Codec(int(bits))
+    difference = gradient if gradient == IDENTITY else Codec(max(1, gradient.bits // 2))
+    return Coding(Sketch(sketch) if sketch else gradient, difference)

@@ -95,7 +95,8 @@ def numpy_client(train: Train, gradient: Gradient, evaluate: Evaluate | None = N
     @app.train()
     def _train(message: Message, context: Context) -> Message:
         params, samples = train(_model(message), config_of(message.content), context)
-        return _reply(message, ARRAYS, params, samples)
+        content = RecordDict({ARRAYS: record_of(params), "metrics": MetricRecord({SAMPLES: int(samples)})})
+        return Message(content, reply_to=message)
 
     if evaluate is not None:
 
@@ -191,11 +192,6 @@ def _model(message: Message) -> Arrays:
     if len(records) != 1:
         raise FedcontextError(f"a message must contain one model, got {len(records)}")
     return arrays_of(records[0])
-
-
-def _reply(message: Message, key: str, arrays: Mapping[str, Any], samples: int) -> Message:
-    content = RecordDict({key: record_of(arrays), "metrics": MetricRecord({SAMPLES: int(samples)})})
-    return Message(content, reply_to=message)
 
 
 def _number(value: Any) -> float | int:

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from fedcontext.compression.codec import Codec
+from fedcontext.coding import Coding
+from fedcontext.compression.codec import IDENTITY, Codec
 from fedcontext.errors import FedcontextError
 from fedcontext.flower.protocol import DIFFERENCE, GRADIENT, LEAVES, Arrays, arrays_of, record_of, view
 from fedcontext.measurement.sums import flat, unflat
@@ -18,7 +19,6 @@ from fedcontext.plan import Stream, words
 
 CODE = "code"  # name of the only array of a coded record
 NAMES = "names"  # key of the leaves' names
-PLAIN = 32  # bits of a gradient that is sent as it is
 
 
 @dataclass(frozen=True)
@@ -42,26 +42,22 @@ class Code:
 class RoundCodes:
     """The codes of one round, a different key for each vector."""
 
-    bits: tuple[int, int] = (PLAIN, PLAIN)  # of gradients and of differences
+    coding: Coding = Coding()  # noqa: RUF009
     seed: int = 0
     number: int = 0  # of the round
-
-    @property
-    def distortions(self) -> tuple[float, float]:
-        """The shares of decoded gradients and differences that are noise."""
-        gradient, difference = (Codec(bits).distortion for bits in self.bits)
-        return gradient, difference
 
     def codes(self, device: int) -> dict[str, Code | None]:
         """Return the codes of a device's gradient and difference; None where it is sent as it is.
 
-        >>> RoundCodes((2, 32), seed=0, number=1).codes(3)
+        >>> RoundCodes(Coding(Codec(2), IDENTITY), seed=0, number=1).codes(3)
         {'fedcontext.gradient': Code(bits=2, key=(0, 1, 8, 3)), 'fedcontext.difference': None}
         """
         streams = {GRADIENT: Stream.GRADIENT_CODE, DIFFERENCE: Stream.DIFFERENCE_CODE}
+        keys = [tuple(words(self.seed, self.number, stream, device)) for stream in streams.values()]
+        codecs = self.coding.gradient, self.coding.difference
         return {
-            name: None if bits == PLAIN else Code(bits, tuple(words(self.seed, self.number, stream, device)))
-            for (name, stream), bits in zip(streams.items(), self.bits, strict=True)
+            name: Code(codec.bits, key) if isinstance(codec, Codec) and codec != IDENTITY else None
+            for name, key, codec in zip(streams, keys, codecs, strict=True)
         }
 
 

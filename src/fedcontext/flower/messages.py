@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -29,7 +29,7 @@ from fedcontext.flower.protocol import (
     printable,
     view,
 )
-from fedcontext.plan import Probes, RoundPlan, plan_round
+from fedcontext.plan import Probes, plan_round
 from fedcontext.rules.base import Need
 
 Pool: TypeAlias = int | Literal["all"]
@@ -68,12 +68,12 @@ def plan_tasks(
     number: int,
     devices: Sequence[int],
     cohort: int,
-    needs: Iterable[Need],
+    needs: Collection[Need],
     probes: Probes = "cohort",
     pool: Pool = 0,
     epochs: tuple[int, int] | None = None,
 ) -> list[Task]:
-    """Return the tasks of round ``number``, planned over ``devices`` as the simulator does.
+    """Return the tasks of round ``number``, planned over ``devices`` as the simulator does; the pool is at most all others.
 
     A device that is both in the cohort and a probe has one task: it trains and reports its gradient.
 
@@ -81,7 +81,16 @@ def plan_tasks(
     >>> [(task.group, task.gradient) for task in tasks]
     [('cohort', True), ('cohort', True), (None, True), (None, True)]
     """
-    plan = _plan(seed, number, len(devices), cohort, set(needs), probes, pool, epochs or (1, 1))
+    pooled = min(pool, len(devices) - cohort) if isinstance(pool, int) else pool
+    plan = plan_round(
+        seed,
+        number,
+        len(devices),
+        devices_per_round=cohort,
+        epochs=epochs or (1, 1),
+        probes=probes if "gradient" in needs else None,
+        pool=pooled if "pool" in needs else 0,
+    )
     probing = set(plan.probes.tolist())
     groups: tuple[tuple[Literal["cohort", "pool"], Any, Any], ...] = (
         ("cohort", plan.devices.tolist(), plan.epochs.tolist()),
@@ -94,22 +103,6 @@ def plan_tasks(
             tasks.append(Task(devices[k], group, k in probing, own or k in probing, length if epochs else None))
     others = probing - {*plan.devices.tolist(), *plan.pool.tolist()}
     return tasks + [Task(devices[k], None, probe=True, gradient=True) for k in sorted(others)]
-
-
-def _plan(
-    seed: int, number: int, population: int, cohort: int, needs: set[Need], probes: Probes, pool: Pool, epochs: Any
-) -> RoundPlan:
-    """Return the simulator's plan; probes and pool are at most the devices there are."""
-    outside = population - cohort
-    return plan_round(
-        seed,
-        number,
-        population,
-        devices_per_round=cohort,
-        epochs=epochs,
-        probes=(min(probes, population) if isinstance(probes, int) else probes) if "gradient" in needs else None,
-        pool=(outside if pool == "all" else min(pool, outside)) if "pool" in needs else 0,
-    )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedcontext.arrays.tree import all_finite
-from fedcontext.coding import bits_for
+from fedcontext.coding import coding_for
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.experiment import checked
 from fedcontext.flower.coding import RoundCodes
@@ -141,8 +141,8 @@ class ContextualStrategy(Strategy):
         tasks = plan_tasks(self.seed, server_round, devices, cohort, rule.needs, chosen, self.pool, self.epochs)
         log.info("configure_train: %s nodes report gradients", sum(task.gradient for task in tasks))
         previous = None if self._carried.previous is None else record_of(self._carried.previous)
-        bits = bits_for(self.gradient_bits, "differences" in rule.needs, chosen == "cohort")
-        extras = Extras(RoundCodes(bits, self.seed, server_round), previous)
+        coding = coding_for(self.gradient_bits, "differences" in rule.needs, chosen == "cohort")
+        extras = Extras(RoundCodes(coding, self.seed, server_round), previous)
         content = sampled[0].content
         sent = [(task, message_for(task, content, node_of[task.device], self._timeout, extras)) for task in tasks]
         messages = [message for _, message in sent]
@@ -185,7 +185,7 @@ class ContextualStrategy(Strategy):
         size = array_bytes(replies)  # before parsing, which empties them
         parsed, excluded = parse_replies(sent, replies, current.params, current.extras, device_of, key)
         assert isinstance(self.rule, AnyRule)  # configure_train resolved it
-        noise = current.extras.codes.distortions
+        noise = current.extras.codes.coding.distortions
         aggregator = Aggregator(self.rule, self.settings, self.server, current.population, noise)
         outcome = aggregate_usable(current.params, parsed, excluded, aggregator, self._carried)
         return replace(outcome, bytes_down=current.bytes_down, bytes_up=size)
