@@ -102,9 +102,11 @@ def _ray(data: FederatedData, options: EngineOptions) -> Engine:
 
 def _torch(data: FederatedData, options: EngineOptions) -> Engine:
     require("torch", extra="torch")
-    from fedcontext.engines.torch.engine import torch_engine
+    from fedcontext.engines.torch.engine import TorchEngine
+    from fedcontext.engines.torch.models import model_named
 
-    return torch_engine(data, options.model, options.device, options.seed)
+    factory, shape = model_named(options.model, data.dimension, data.classes)
+    return TorchEngine(data, factory, input_shape=shape, device=options.device, seed=options.seed)
 
 
 EngineFactory: TypeAlias = Callable[[FederatedData, EngineOptions], Engine]

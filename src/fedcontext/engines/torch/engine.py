@@ -17,7 +17,6 @@ from fedcontext.arrays.tree import FloatArray
 from fedcontext.datasets.federated import FederatedData, Split, check_devices
 from fedcontext.engines.torch.convolutions import Convolutions, convert_convolutions
 from fedcontext.engines.torch.cuda_graph import COMPILED, Acceleration
-from fedcontext.engines.torch.models import model_named
 from fedcontext.engines.torch.sequential import gradient, train_device
 from fedcontext.engines.torch.task import Loss, Params, Precision, Task, cross_entropy, first_line, resolve_device
 from fedcontext.engines.torch.vmapped import VmappedTrainer, batch_norm_in, run_in_chunks
@@ -224,18 +223,6 @@ class TorchEngine:
         empty = devices[self.split.sizes[devices] == 0]
         if len(empty):
             raise FedcontextError(f"device {empty[0]} has no training samples; remove it from the data")
-
-
-def torch_engine(data: FederatedData, model: str = "softmax", device: str = "auto", seed: int = 0) -> TorchEngine:
-    """Return the engine for a model by name, with samples in the shape that the model expects.
-
-    >>> import fedcontext as fc
-    >>> engine = torch_engine(fc.load_dataset("synthetic-iid"), "mlp", device="cpu")
-    >>> engine.vectorize
-    False
-    """
-    factory, shape = model_named(model, data.dimension, data.classes)
-    return TorchEngine(data, factory, input_shape=shape, device=device, seed=seed)
 
 
 def _check_choice(name: str, value: object, choices: Any) -> None:

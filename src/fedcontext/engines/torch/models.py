@@ -33,7 +33,7 @@ def mlp(shape: Shape, classes: int) -> nn.Module:
     >>> mlp((60,), 10)[1]
     Linear(in_features=60, out_features=128, bias=True)
     """
-    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 128), nn.ReLU(), nn.Linear(128, classes))
+    return nn.Sequential(*_dense(math.prod(shape), classes))
 
 
 def cnn_small(shape: Shape, classes: int) -> nn.Module:
@@ -44,16 +44,9 @@ def cnn_small(shape: Shape, classes: int) -> nn.Module:
     """
     channels, height, width = _image(shape, least=10)
     return nn.Sequential(
-        nn.Conv2d(channels, 16, 3),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * (((height - 2) // 2 - 2) // 2) * (((width - 2) // 2 - 2) // 2), 128),
-        nn.ReLU(),
-        nn.Linear(128, classes),
+        *_pooled(channels, 16),
+        *_pooled(16, 32),
+        *_dense(32 * (((height - 2) // 2 - 2) // 2) * (((width - 2) // 2 - 2) // 2), classes),
     )
 
 
@@ -66,12 +59,8 @@ def cnn_tiny(shape: Shape, classes: int) -> nn.Module:
     channels, height, width = _image(shape, least=20)
     return nn.Sequential(
         nn.AvgPool2d(2),
-        nn.Conv2d(channels, 8, 3),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(8, 16, 3),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
+        *_pooled(channels, 8),
+        *_pooled(8, 16),
         nn.Flatten(),
         nn.Linear(16 * (((height // 2 - 2) // 2 - 2) // 2) * (((width // 2 - 2) // 2 - 2) // 2), classes),
     )
@@ -87,13 +76,8 @@ def cnn(shape: Shape, classes: int) -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(channels, 32, 3),
         nn.ReLU(),
-        nn.Conv2d(32, 64, 3),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128),
-        nn.ReLU(),
-        nn.Linear(128, classes),
+        *_pooled(32, 64),
+        *_dense(64 * ((height - 4) // 2) * ((width - 4) // 2), classes),
     )
 
 
@@ -178,6 +162,14 @@ def _image(shape: Shape, least: int) -> Shape:
             f"samples must have shape (channels, height, width) of at least {least}x{least}, got {shape}"
         )
     return shape
+
+
+def _pooled(channels: int, width: int) -> tuple[nn.Module, ...]:
+    return nn.Conv2d(channels, width, 3), nn.ReLU(), nn.MaxPool2d(2)
+
+
+def _dense(features: int, classes: int) -> tuple[nn.Module, ...]:
+    return nn.Flatten(), nn.Linear(features, 128), nn.ReLU(), nn.Linear(128, classes)
 
 
 def _normed(convolution: nn.Conv2d) -> tuple[nn.Module, nn.Module]:
