@@ -206,6 +206,7 @@ class Experiment:
 
 CHECKS: Mapping[str, Check] = {each.name: each.metadata["check"] for each in fields(Experiment)}
 SETTINGS = tuple(CHECKS)
+SETTING_OF = {alias: each.name for each in fields(Experiment) for alias in (each.name, *each.metadata["aliases"])}
 
 
 def checked(name: str, value: Any) -> Any:
@@ -256,11 +257,10 @@ def check_names(names: Collection[str], known: Collection[str] = SETTINGS, sourc
     ...
     fedcontext.errors.FedcontextError: unknown setting 'lr', did you mean learning_rate? The settings are dataset, ...
     """
-    meant = {alias: each.name for each in fields(Experiment) for alias in (each.name, *each.metadata["aliases"])}
     for name in names:
         if name not in known:
-            found = nearest(name, {**dict.fromkeys(known), **meant})
-            hint = did_you_mean(meant.get(found, found))
+            found = nearest(name, {**dict.fromkeys(known), **SETTING_OF})
+            hint = did_you_mean(SETTING_OF.get(found, found))
             raise FedcontextError(f"{source}unknown setting {shown(name)}{hint} The settings are {', '.join(known)}")
 
 

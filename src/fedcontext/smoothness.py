@@ -31,12 +31,9 @@ def smoothness_of(choice: float | str, learning_rate: float, measure: Callable[[
         return 1 / positive("learning rate", learning_rate)
     if choice == "measured":
         return positive("measured smoothness", measure())
-    try:
-        return positive("smoothness", float(choice))
-    except FedcontextError:
-        raise
-    except ValueError:
-        raise FedcontextError(f"smoothness must be a positive number, 1/lr or measured, got {choice!r}") from None
+    if isinstance(choice, str):
+        raise FedcontextError(f"smoothness must be a positive number, 1/lr or measured, got {choice!r}")
+    return positive("smoothness", choice)
 
 
 def measured_smoothness(engine: Engine, data: FederatedData) -> float:

@@ -20,11 +20,11 @@ from fedcontext.cli.options import (
     distinct,
     interruptible,
     levels_from,
+    results_folder,
     takes_settings,
 )
 from fedcontext.cli.tables import plain_table, progress
 from fedcontext.console import out, print_line
-from fedcontext.errors import FedcontextError
 from fedcontext.experiment import check_names, experiment_from
 from fedcontext.files.storage import check_folder, lock, write_text
 from fedcontext.files.toml import to_toml
@@ -58,13 +58,9 @@ def leaderboard(
     from fedcontext.leaderboard import board, results
     from fedcontext.leaderboard.document import document
 
-    if quick and docs is not None:
-        raise FedcontextError("--quick does not write docs: run without --quick or without --docs")
+    out_dir = results_folder(out_dir, docs, quick)
     chosen = entries.select_tasks(group, _names("tasks", tasks), quick=quick, device=device)
     rivals = entries.select_entrants(_names("entrants", entrants), quick=quick)
-    out_dir = out_dir / "quick" if quick else out_dir
-    for folder in filter(None, (out_dir, docs)):
-        check_folder(folder)
     if report is not None:
         from fedcontext.report import check_page, write_report
 

@@ -19,7 +19,8 @@ from typer.core import TyperCommand
 
 from fedcontext.console import err, print_line
 from fedcontext.errors import FedcontextError, by_name, shown
-from fedcontext.experiment import SETTINGS, Experiment, settings_from_toml, with_limits
+from fedcontext.experiment import SETTING_OF, SETTINGS, Experiment, settings_from_toml, with_limits
+from fedcontext.files.storage import check_folder
 from fedcontext.presets import PRESETS
 
 
@@ -73,7 +74,7 @@ class Command(TyperCommand):
 def _own_name(argument: str, flags: Collection[str]) -> str:
     """Return an option of another name, such as --lr or --learning_rate=0.1, under its own; others unchanged."""
     flag, equals, value = argument.partition("=")
-    own = OTHER_NAMES.get(flag.removeprefix("--").replace("-", "_"))
+    own = flag_of(SETTING_OF.get(flag.removeprefix("--").replace("-", "_"), ""))
     return f"{own}{equals}{value}" if flag.startswith("--") and flag not in flags and own in flags else argument
 
 
@@ -94,9 +95,6 @@ def option_for(setting: Field[Any]) -> Any:
 
 
 OPTIONS = {setting.name: option_for(setting) for setting in fields(Experiment)}
-OTHER_NAMES = {
-    name: flag_of(each.name) for each in fields(Experiment) for name in (each.name, *each.metadata["aliases"])
-}
 
 
 def takes_settings(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -182,6 +180,16 @@ def levels_from(given: str) -> tuple[float, ...]:
             f"levels must be distinct comma-separated numbers above 0 and up to 1, got {shown(given)}"
         )
     return levels
+
+
+def results_folder(out_dir: Path, docs: Path | None, quick: bool) -> Path:
+    """Return where results go: quick ones into a folder of their own, and never into docs."""
+    if quick and docs is not None:
+        raise FedcontextError("--quick does not write docs: run without --quick or without --docs")
+    folder = out_dir / "quick" if quick else out_dir
+    for each in filter(None, (folder, docs)):
+        check_folder(each)
+    return folder
 
 
 def command_line(command: str, options: Mapping[str, object]) -> str:

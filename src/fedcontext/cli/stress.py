@@ -8,11 +8,9 @@ from typing import Annotated
 
 import typer
 
-from fedcontext.cli.options import REUSED, Jobs, Quiet, command_line, distinct, interruptible
+from fedcontext.cli.options import REUSED, Jobs, Quiet, command_line, distinct, interruptible, results_folder
 from fedcontext.cli.tables import plain_table, progress
 from fedcontext.console import out, print_line
-from fedcontext.errors import FedcontextError
-from fedcontext.files.storage import check_folder
 
 OMITTED_COLUMNS = ("cells within 3 points", "rounds lost", "runs ended")  # the terminal table would be too wide
 
@@ -36,12 +34,8 @@ def stress(
     from fedcontext.stress.cells import stress as run_all
     from fedcontext.stress.document import SUMMARY, publish, summary_rows
 
-    if quick and docs is not None:
-        raise FedcontextError("--quick does not write docs: run without --quick or without --docs")
+    folder = results_folder(out_dir, docs, quick)
     chosen, conditions = select(distinct("tasks", tasks) if tasks else [], quick=quick, device=device)
-    folder = out_dir / "quick" if quick else out_dir
-    for each in filter(None, (folder, docs)):
-        check_folder(each)
     given = {"quick": quick, "tasks": tasks, "device": "" if device == "cpu" else device, "docs": docs}
     with interruptible(folder, REUSED):
         made = run_all(
