@@ -88,21 +88,17 @@ def _continued(simulation: Simulation, files: RunFiles, earlier: RunFiles, exper
     try:
         with earlier.locked():
             state = _load_state(simulation, earlier, experiment)
-            _check_evaluations(experiment, state.number)
+            if state.number == experiment.rounds and state.number % experiment.eval_every:
+                raise FedcontextError(
+                    f"it evaluated round {state.number}, its last, which a longer run with eval_every "
+                    f"{experiment.eval_every} does not"
+                )
             copy_rounds(earlier.records, experiment, files.records, simulation.experiment, state.number)
     except FedcontextError as error:
         LOG.warning("%s is not continued: %s", earlier.records, error)
         return None
     LOG.warning("continuing after round %d of %s", state.number, earlier.records)
     return state
-
-
-def _check_evaluations(experiment: Experiment, done: int) -> None:
-    """Raise an error if the last of the ``done`` rounds is evaluated only because the run ends with it."""
-    if done == experiment.rounds and done % experiment.eval_every:
-        raise FedcontextError(
-            f"it evaluated round {done}, its last, which a longer run with eval_every {experiment.eval_every} does not"
-        )
 
 
 def _load_state(simulation: Simulation, files: RunFiles, experiment: Experiment) -> State:

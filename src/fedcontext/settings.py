@@ -155,7 +155,8 @@ def shares_by_name(names: Collection[str]) -> Check:
             if name in given:
                 raise Refused(f"{name} is given twice.")
             given[name] = _share(name, share, names)
-        return ",".join(f"{name}={_exact(share)}" for name, share in given.items()) or "none"
+        exact = (f"{name}={share!r}".removesuffix(".0") for name, share in given.items())  # all digits
+        return ",".join(exact) or "none"
 
     expected = f"shares from 0 to 1 by name, such as {next(iter(names))}=0.2,until=20, with names among"
     return Check("NAME=SHARE,...", f"{expected} {', '.join(names)}", convert, ("none",))
@@ -170,15 +171,6 @@ def _pair(text: str, names: Collection[str]) -> tuple[str, str]:
         fault = "has no share" if name.strip() in (*names, "until") else "must be NAME=SHARE"
         raise Refused(f"{shown(text.strip())} {fault}.")
     return name.strip(), share
-
-
-def _exact(number: float) -> str:
-    """Return all digits of a number, of a whole one without a decimal point.
-
-    >>> _exact(0.12345678), _exact(1234567.0)
-    ('0.12345678', '1234567')
-    """
-    return repr(number).removesuffix(".0")
 
 
 def _share(name: Any, value: Any, names: Collection[str]) -> float:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from fedcontext.datasets.federated import FederatedData
     from fedcontext.engines.base import Engine
 
+ITERATIONS = 10  # of Lanczos' method
+RADIUS = 1e-2  # of the differences of the gradient
+
 
 def smoothness_of(choice: float | str, learning_rate: float, measure: Callable[[], float]) -> float:
     """Return β for a choice: a positive number, "1/lr" (the paper's), or "measured".
@@ -57,13 +60,7 @@ def measured_smoothness(engine: Engine, data: FederatedData) -> float:
     return max(beta, curvature(gradient, start - gradient(start) / beta))
 
 
-def curvature(
-    gradient: Callable[[npt.NDArray[Any]], npt.NDArray[Any]],
-    params: npt.NDArray[Any],
-    *,
-    iterations: int = 10,
-    radius: float = 1e-2,
-) -> float:
+def curvature(gradient: Callable[[npt.NDArray[Any]], npt.NDArray[Any]], params: npt.NDArray[Any]) -> float:
     """Return the largest eigenvalue of the Hessian at ``params``, by Lanczos' method on differences of the gradient.
 
     That is the smoothness of the loss near ``params``; further away the curvature may be larger or smaller.
@@ -74,14 +71,14 @@ def curvature(
     """
 
     def hessian_times(direction: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        step = (radius * direction).astype(params.dtype)
+        step = (RADIUS * direction).astype(params.dtype)
         difference: npt.NDArray[Any] = gradient(params + step).astype(np.float64) - gradient(params - step)
-        return difference.ravel() / (2 * radius)
+        return difference.ravel() / (2 * RADIUS)
 
     basis = np.zeros((0, params.size))
     images = np.zeros((0, params.size))
     direction = generator(0, 0, Stream.DATA).standard_normal(params.size)
-    for _ in range(min(iterations, params.size)):
+    for _ in range(min(ITERATIONS, params.size)):
         for _ in range(2):  # once leaves rounding errors
             direction = direction - basis.T @ (basis @ direction)
         length = np.linalg.norm(direction)

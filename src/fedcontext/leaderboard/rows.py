@@ -45,7 +45,7 @@ def make_row(
 ) -> Row:
     """Return the row of an entrant from its runs, one per seed."""
     summaries = [summarise(records, levels) for records in runs]
-    reached = [[_or_inf(summary.rounds_to[level]) for summary in summaries] for level in levels]
+    reached = [[float(summary.rounds_to[level] or math.inf) for summary in summaries] for level in levels]
     rises = [rise for records in runs for rise in relative_rises(records)]
     return Row(
         entrant=entrant.name,
@@ -89,10 +89,6 @@ def spread(values: Sequence[float]) -> Spread:
     [2.0, 1.0, 3.0]
     """
     return [float(np.median(values)), float(min(values)), float(max(values))]
-
-
-def _or_inf(count: int | None) -> float:
-    return math.inf if count is None else float(count)
 
 
 def _median_cost(runs: Sequence[Records], name: str, counts: Sequence[float]) -> float:

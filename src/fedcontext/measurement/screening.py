@@ -154,16 +154,10 @@ def screen(
 ) -> Screened:
     """Return whose vectors are used, and how far each is clipped; raise `NoneUsable` if none are.
 
-    Args:
-        vectors: what devices sent; rows without a name, such as the server's own, are used as they are.
-        update_norms: (M,) of the updates and the pool's, over the ``measured`` leaves.
-        measured: the leaves that enter the geometry.
-        rest: the other leaves.
-        defences: the limits.
-        scale_free: whether the step does not depend on the updates' lengths: then none of them is an outlier.
-        weighs: whether the devices' sample counts weigh anything; else only outliers among them are named.
-        curvatures: (P,) inner products of the gradient differences with the last step, where the rule knows it.
-        scratch: bytes of a block.
+    ``update_norms`` are (M,) over the ``measured`` leaves, and ``curvatures`` (P,) the inner products of the gradient
+    differences with the last step. ``scale_free``: the step does not depend on the updates' lengths, so none is an outlier.
+    ``weighs``: sample counts weigh something; else only outliers among them are named. Rows without a name, such as the
+    server's own, are used as they are.
     """
     groups = _groups(vectors, update_norms, measured, rest, defences, scale_free, scratch)
     excluded = _excluded(vectors, groups) if defences.outlier else {}

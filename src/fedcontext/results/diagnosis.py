@@ -231,9 +231,8 @@ def _shorter_steps(records: Sequence[RoundRecord], settings: Mapping[str, Any]) 
         better = max([3 * smoothness, *_median_curvature(records)])
         return f"set smoothness to {_short(better)} (now {_short(smoothness)}), or ask more probes"
     if name in ADAPTIVE:
-        chosen = {"server_learning_rate": 0.1, **settings}
-        chosen |= {"server_learning_rate": 0.1} if chosen["server_learning_rate"] == "default" else {}
-        return _changed("server_learning_rate", chosen, 0.1) + _or_memory(settings)
+        rate = _number("server_learning_rate", settings) or 0.1  # their default
+        return _changed("server_learning_rate", {"server_learning_rate": rate}, 0.1) + _or_memory(settings)
     return _changed("learning_rate", settings, 1 / 3) + _or_memory(settings)
 
 

@@ -157,16 +157,8 @@ def _table(cells: Sequence[Cell], measure: Callable[[Cell], str]) -> Iterator[st
     for condition in dict.fromkeys(cell.condition for cell in cells):
         shares = [cell.share for cell in grid[condition, methods[0]]]
         label = condition if condition not in LINES else f"{condition} {'/'.join(_percent(share) for share in shares)}"
-        yield line(label, *(_joined(grid[condition, method], measure) for method in methods))
+        yield line(label, *("/".join(map(measure, grid[condition, method])) for method in methods))
     yield ""
-
-
-def _joined(cells: Sequence[Cell], measure: Callable[[Cell], str]) -> str:
-    return "/".join(measure(cell) for cell in cells)
-
-
-def _accuracy(cell: Cell) -> str:
-    return _mean(cell.accuracy) + ("x" if cell.ended else "")
 
 
 def _median(values: Sequence[int | None]) -> str:
@@ -179,7 +171,7 @@ def _percent(share: float) -> str:
 
 
 MEASURES: tuple[tuple[str, Callable[[Cell], str]], ...] = (
-    ("Accuracy", _accuracy),
+    ("Accuracy", lambda cell: _mean(cell.accuracy) + ("x" if cell.ended else "")),
     ("Rounds to {level} %", lambda cell: _median(cell.rounds)),
     ("Rounds lost", lambda cell: f"{np.mean(cell.lost):.2g}"),
     ("Recovery", lambda cell: _median(cell.recovery)),
