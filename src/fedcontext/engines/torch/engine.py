@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from fedcontext.arrays.tree import FloatArray
-from fedcontext.datasets.federated import FederatedData, Split, check_devices
+from fedcontext.datasets.federated import FederatedData, check_devices
 from fedcontext.engines.torch.convolutions import Convolutions, convert_convolutions
 from fedcontext.engines.torch.cuda_graph import COMPILED, Acceleration
 from fedcontext.engines.torch.sequential import gradient, train_device
@@ -95,12 +95,9 @@ class TorchEngine:
             raise FedcontextError(f"vectorize must be True, False or None, got {vectorize!r}")
         if not callable(loss):
             raise FedcontextError(f"loss must be a function (outputs, labels) -> losses, got {loss!r}")
-        if not isinstance(data.train, Split):
-            raise FedcontextError("engine 'torch' does not support data made on demand; use engine 'numba'")
-        self.data, self.split, self.device = data, data.train, resolve_device(device)
+        self.data, self.device = data, resolve_device(device)
         self.task = Task(
             data,
-            self.split,
             module,
             loss=loss,
             input_shape=input_shape,
@@ -117,7 +114,7 @@ class TorchEngine:
         if convolutions == "auto":
             convolutions = "slices" if on_gpu and self.vectorize and acceleration in COMPILED else "native"
         convert_convolutions(self.task.module, convolutions)
-        self._trainer = VmappedTrainer(self.task, self.split, chunk_size, acceleration if self.vectorize else "eager")
+        self._trainer = VmappedTrainer(self.task, chunk_size, acceleration if self.vectorize else "eager")
         self._rows = max(16, min(4096, FEATURES_PER_PASS["cuda" if on_gpu else "cpu"] // max(1, data.dimension)))
         self._warned = False
 
@@ -149,7 +146,7 @@ class TorchEngine:
             updates = []
             for row, device in enumerate(work.devices.tolist()):
                 with _explained(f"device {device}"):
-                    updates.append(train_device(self.task, self.split, params, row, work))
+                    updates.append(train_device(self.task, params, row, work))
             finite = [torch.stack([leaf.isfinite().all() for leaf in update.values()]).all() for update in updates]
         updates = [{name: update[name] for name in params} for update in updates]
         diverged = work.devices[~torch.stack(finite).cpu().numpy()]
@@ -170,7 +167,7 @@ class TorchEngine:
         """Return Σ weights ∇F_k(params), in one pass over the samples of all these devices."""
         self._check(params, devices)
         self._warn_many_samples(devices)
-        return gradient(self.task, self.split, params, devices, weights, self._rows)
+        return gradient(self.task, params, devices, weights, self._rows)
 
     @torch.no_grad()
     def evaluate(self, params: Params) -> tuple[float, float]:
@@ -208,7 +205,7 @@ class TorchEngine:
             warnings.warn("precision='tf32' is ignored: it needs a GPU", stacklevel=3)
 
     def _warn_many_samples(self, devices: IntArray) -> None:
-        samples = int(self.split.sizes[devices].sum())
+        samples = int(self.task.split.sizes[devices].sum())
         if samples > MANY_SAMPLES and self.device.type == "cpu" and not self._warned:
             self._warned = True
             warnings.warn(
@@ -219,8 +216,8 @@ class TorchEngine:
 
     def _check(self, params: Params, devices: IntArray) -> None:
         self.task.check_params(params)
-        check_devices(self.split, devices)
-        empty = devices[self.split.sizes[devices] == 0]
+        check_devices(self.task.split, devices)
+        empty = devices[self.task.split.sizes[devices] == 0]
         if len(empty):
             raise FedcontextError(f"device {empty[0]} has no training samples; remove it from the data")
 

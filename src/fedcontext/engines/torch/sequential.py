@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedcontext.arrays.tree import FloatArray
-from fedcontext.datasets.federated import Split
 from fedcontext.engines.torch.task import Params, Task, seeded
 from fedcontext.engines.torch.vmapped import run_in_chunks
 from fedcontext.errors import require
@@ -21,10 +20,10 @@ if TYPE_CHECKING:
     from fedcontext.engines.base import Work
 
 
-def train_device(task: Task, split: Split, params: Params, row: int, work: Work) -> dict[str, Tensor]:
+def train_device(task: Task, params: Params, row: int, work: Work) -> dict[str, Tensor]:
     """Return the update of the device in this row of ``work`` after local training from ``params``, buffers included."""
     device, epochs, local = int(work.devices[row]), int(work.epochs[row]), work.local
-    rows = split.rows(device)
+    rows = task.split.rows(device)
     corrections = [work.corrections[row][name] for name in task.trainable] if work.corrections is not None else []
     own, trained = _leaves(task, params)
     initial = [params[name] for name in task.trainable]
@@ -51,12 +50,10 @@ def train_device(task: Task, split: Split, params: Params, row: int, work: Work)
     return {name: tensor.detach() - params[name] for name, tensor in own.items()}
 
 
-def gradient(
-    task: Task, split: Split, params: Params, devices: IntArray, weights: FloatArray, rows: int
-) -> dict[str, Tensor]:
+def gradient(task: Task, params: Params, devices: IntArray, weights: FloatArray, rows: int) -> dict[str, Tensor]:
     """Return Σ weights ∇F_k(params), in passes over ``rows`` samples of any of the devices."""
-    sizes = split.sizes[devices]
-    firsts = split.offsets[devices] - (np.cumsum(sizes) - sizes)
+    sizes = task.split.sizes[devices]
+    firsts = task.split.offsets[devices] - (np.cumsum(sizes) - sizes)
     samples = torch.from_numpy(np.arange(sizes.sum()) + np.repeat(firsts, sizes)).to(task.device)
     sample_weights = torch.from_numpy(np.repeat(weights / sizes, sizes)).to(task.device, task.dtype)
     own, trainable = _leaves(task, params)

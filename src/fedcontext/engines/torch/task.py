@@ -58,7 +58,6 @@ class Task:
     def __init__(
         self,
         data: FederatedData,
-        train: Split,
         module: nn.Module | Callable[[], nn.Module],
         *,
         loss: Loss,
@@ -67,7 +66,10 @@ class Task:
         precision: Precision,
         seed: int,
     ) -> None:
-        self.device, self.precision, self.loss, self.classes = device, precision, loss, data.classes
+        if not isinstance(data.train, Split):
+            raise FedcontextError("engine 'torch' does not support data made on demand; use engine 'numba'")
+        self.split, self.classes = data.train, data.classes
+        self.device, self.precision, self.loss = device, precision, loss
         self.module = _built(module, device, seed).to(device)
         parameters, state = dict(self.module.named_parameters()), self.module.state_dict()
         self.trainable = [name for name, tensor in parameters.items() if tensor.requires_grad]
@@ -80,7 +82,7 @@ class Task:
         self.dtype = parameters[self.trainable[0]].dtype
         shape = _sample_shape(data.dimension, input_shape)
         try:
-            self.features, self.labels = self._tensors(train, shape)  # (n, *shape), (n,)
+            self.features, self.labels = self._tensors(data.train, shape)  # (n, *shape), (n,)
             self.test_features, self.test_labels = self._tensors(data.test, shape)
         except torch.cuda.OutOfMemoryError as error:
             raise FedcontextError(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedcontext.datasets.federated import Split
 from fedcontext.engines.torch.cuda_graph import Acceleration
 from fedcontext.engines.torch.task import Params, Task, first_line, seeded
 from fedcontext.engines.torch.vmapped_sgd import Stack, VmappedSGD, padded_batches, vmapped_gradients
@@ -67,8 +66,8 @@ def run_in_chunks(total: int, size: int, run: Callable[[int, int], None], action
 class VmappedTrainer:
     """Trains cohorts in chunks of devices, and keeps the chunk size and the acceleration that worked."""
 
-    def __init__(self, task: Task, split: Split, chunk_size: int | None, acceleration: Acceleration) -> None:
-        self.task, self.split, self.chunk_size, self.acceleration = task, split, chunk_size, acceleration
+    def __init__(self, task: Task, chunk_size: int | None, acceleration: Acceleration) -> None:
+        self.task, self.chunk_size, self.acceleration = task, chunk_size, acceleration
         self.sgd: VmappedSGD | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -77,7 +76,7 @@ class VmappedTrainer:
 
     def train(self, params: Params, work: Work) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
         """Return each device's update of the trainable leaves, and whether all its entries are finite."""
-        steps = work.local.steps(self.split.sizes[work.devices], work.epochs)
+        steps = work.local.steps(self.task.split.sizes[work.devices], work.epochs)
         order = np.argsort(-steps, kind="stable")
         updates: list[dict[str, Tensor]] = []
         finite: list[Tensor] = []
@@ -99,14 +98,14 @@ class VmappedTrainer:
 
     @torch.no_grad()
     def _run(self, params: Params, work: Work, positions: IntArray) -> Stack:
-        size = min(work.local.batch_size, int(self.split.sizes.max()))
+        size = min(work.local.batch_size, int(self.task.split.sizes.max()))
         corrections = None if work.corrections is None else [work.corrections[at] for at in positions]
         corrected = corrections is not None
         if self.sgd is None or not self.sgd.fits(len(positions), size, work.local, corrected):
             self.sgd = None  # frees its memory first
             self.sgd = VmappedSGD(self.task, params, len(positions), size, work.local, self.acceleration, corrected)
         self.sgd.load(params, corrections)  # before the batches are drawn: a GPU copies meanwhile
-        batches = padded_batches(work, positions, self.split, size, self.task)
+        batches = padded_batches(work, positions, size, self.task)
         random = generator(work.seed, work.number, Stream.DROPOUT, int(work.devices[positions[0]]))
         with self.task.mode(training=True), seeded(self.task.device, int(random.integers(2**62))):
             updates = self.sgd.run(batches, work.local.learning_rate)
@@ -116,7 +115,7 @@ class VmappedTrainer:
     @torch.no_grad()
     def gradients(self, params: Params, devices: IntArray, rows: int) -> list[dict[str, Tensor]]:
         """Return ∇F_k(params) of each device, about ``rows`` samples at a time."""
-        order = np.argsort(-self.split.sizes[devices], kind="stable")
+        order = np.argsort(-self.task.split.sizes[devices], kind="stable")
         gradients: list[dict[str, Tensor]] = []
 
         def run(start: int, stop: int) -> None:
@@ -129,7 +128,7 @@ class VmappedTrainer:
 
     def _gradients(self, params: Params, devices: IntArray, rows: int) -> Stack:
         """Return the stacked gradients of devices in order of decreasing size, ``rows`` samples of each at a time."""
-        task, sizes, offsets = self.task, self.split.sizes[devices], self.split.offsets[devices]
+        task, sizes, offsets = self.task, self.task.split.sizes[devices], self.task.split.offsets[devices]
         trainable, buffers = ({name: params[name] for name in names} for names in (task.trainable, task.buffers))
         totals = {name: leaf.new_zeros((len(devices), *leaf.shape)) for name, leaf in trainable.items()}
         gradients_of = vmapped_gradients(task, stacked=False)

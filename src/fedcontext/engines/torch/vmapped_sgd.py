@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from fedcontext.datasets.federated import Split
 from fedcontext.engines.torch.cuda_graph import COMPILED, Acceleration, capture
 from fedcontext.engines.torch.task import Params, Task, first_line
 from fedcontext.errors import require
@@ -41,13 +40,13 @@ class Batches:
     active: list[int]  # (S,) number of devices, from the first, that still train
 
 
-def padded_batches(work: Work, positions: IntArray, split: Split, size: int, task: Task) -> Batches:
+def padded_batches(work: Work, positions: IntArray, size: int, task: Task) -> Batches:
     """Return the batches of the devices at these ``positions`` of the cohort, ``size`` samples each."""
     devices, epochs = work.devices[positions], work.epochs[positions]
-    samples = split.sizes[devices]
+    samples = task.split.sizes[devices]
     steps = epochs * -(-samples // size)
     rows = np.empty((int(steps.max()), len(positions), size), np.int64)
-    rows[:] = split.offsets[devices][:, None]
+    rows[:] = task.split.offsets[devices][:, None]
     weights = np.zeros(rows.shape)
     for count, times in {*zip(samples.tolist(), epochs.tolist(), strict=True)}:  # same-sized devices in one go
         same = np.flatnonzero((samples == count) & (epochs == times))
