@@ -39,17 +39,18 @@ class Code:
 
 
 @dataclass(frozen=True)
-class RoundCodes:
-    """The codes of one round, a different key for each vector."""
+class Extras:
+    """What the messages of a round contain beyond the wrapped strategy's content; each vector has a code with its own key."""
 
-    coding: Coding = Coding()  # noqa: RUF009
+    coding: Coding = Coding()  # of gradients and differences  # noqa: RUF009
     seed: int = 0
     number: int = 0  # of the round
+    previous: ArrayRecord | None = None  # where differences are requested: the params before the last aggregation
 
     def codes(self, device: int) -> dict[str, Code | None]:
         """Return the codes of a device's gradient and difference; None where it is sent as it is.
 
-        >>> RoundCodes(Coding(Codec(2), IDENTITY), seed=0, number=1).codes(3)
+        >>> Extras(Coding(Codec(2), IDENTITY), seed=0, number=1).codes(3)
         {'fedcontext.gradient': Code(bits=2, key=(0, 1, 8, 3)), 'fedcontext.difference': None}
         """
         streams = {GRADIENT: Stream.GRADIENT_CODE, DIFFERENCE: Stream.DIFFERENCE_CODE}

@@ -10,7 +10,7 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 
 from fedcontext.errors import FedcontextError
-from fedcontext.flower.coding import RoundCodes, read_vector
+from fedcontext.flower.coding import Extras, read_vector
 from fedcontext.flower.protocol import (
     DIFFERENCE,
     DIFFERENCE_CODE,
@@ -105,19 +105,11 @@ def plan_tasks(
     return tasks + [Task(devices[k], None, probe=True, gradient=True) for k in sorted(others)]
 
 
-@dataclass(frozen=True)
-class Extras:
-    """What the messages of a round contain beyond the wrapped strategy's content."""
-
-    codes: RoundCodes = RoundCodes()  # of gradients and differences  # noqa: RUF009
-    previous: ArrayRecord | None = None  # where differences are requested: the params before the last aggregation
-
-
 def message_for(task: Task, template: RecordDict, node: int, ttl: float | None, extras: Extras) -> Message:
     """Return the message for a task: the wrapped strategy's content, with our request added to its config."""
     difference = task.probe and extras.previous is not None
     request = [UPDATE] * (task.group is not None) + [GRADIENT] * task.gradient + [DIFFERENCE] * difference
-    codes = extras.codes.codes(task.device)
+    codes = extras.codes(task.device)
     keys = ((GRADIENT, GRADIENT_CODE), (DIFFERENCE, DIFFERENCE_CODE))
     added: dict[str, Any] = {REQUEST: " ".join(request), **({EPOCHS: task.epochs} if task.epochs else {})}
     added |= {key: [code.bits, *code.key] for name, key in keys if name in request and (code := codes[name])}
@@ -167,7 +159,7 @@ def _parse(task: Task, replies: Sequence[Message], params: Arrays, extras: Extra
         raise FedcontextError("more than one reply" if replies else LATE)
     if replies[0].has_error():
         raise FedcontextError(_reason(replies[0].error, task))
-    content, codes = replies[0].content, extras.codes.codes(task.device)
+    content, codes = replies[0].content, extras.codes(task.device)
     update = _update(content, params) if task.group else None
     gradient = read_vector(content, GRADIENT, params, codes[GRADIENT]) if task.gradient else None
     wants_difference = task.probe and extras.previous is not None

@@ -17,11 +17,11 @@ from fedcontext.arrays.tree import all_finite
 from fedcontext.coding import coding_for
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.experiment import checked
-from fedcontext.flower.coding import RoundCodes
+from fedcontext.flower.coding import Extras
 from fedcontext.flower.compatibility import RuleOrFunction, checked_inner, checked_rule, resolved_rule
 from fedcontext.flower.exclusion import Aggregator, Carried, Outcome, Settings, aggregate_usable
 from fedcontext.flower.identity import run_identity
-from fedcontext.flower.messages import Extras, Pool, Task, message_for, parse_replies, plan_tasks
+from fedcontext.flower.messages import Pool, Task, message_for, parse_replies, plan_tasks
 from fedcontext.flower.metrics import note_metrics, round_metrics, usable_evaluations
 from fedcontext.flower.protocol import Arrays, array_bytes, arrays_of, record_of
 from fedcontext.flower.roster import Roster, snapshot, wait_for_nodes
@@ -142,7 +142,7 @@ class ContextualStrategy(Strategy):
         log.info("configure_train: %s nodes report gradients", sum(task.gradient for task in tasks))
         previous = None if self._carried.previous is None else record_of(self._carried.previous)
         coding = coding_for(self.gradient_bits, "differences" in rule.needs, chosen == "cohort")
-        extras = Extras(RoundCodes(coding, self.seed, server_round), previous)
+        extras = Extras(coding, self.seed, server_round, previous)
         content = sampled[0].content
         sent = [(task, message_for(task, content, node_of[task.device], self._timeout, extras)) for task in tasks]
         messages = [message for _, message in sent]
@@ -185,7 +185,7 @@ class ContextualStrategy(Strategy):
         size = array_bytes(replies)  # before parsing, which empties them
         parsed, excluded = parse_replies(sent, replies, current.params, current.extras, device_of, key)
         assert isinstance(self.rule, AnyRule)  # configure_train resolved it
-        noise = current.extras.codes.coding.distortions
+        noise = current.extras.coding.distortions
         aggregator = Aggregator(self.rule, self.settings, self.server, current.population, noise)
         outcome = aggregate_usable(current.params, parsed, excluded, aggregator, self._carried)
         return replace(outcome, bytes_down=current.bytes_down, bytes_up=size)
