@@ -313,7 +313,7 @@ def publisher(no_data, monkeypatch):
         digest = hashlib.sha256(path.read_bytes()).hexdigest() if sha256 is None else sha256
         known = files.SOURCES[name]
         url = f"http://127.0.0.1:{server.server_port}/{path.name}"
-        monkeypatch.setitem(files.SOURCES, name, files.Source(known.names, url, digest, known.about))
+        monkeypatch.setitem(files.SOURCES, name, files.Source(known.names, url, digest))
 
     yield folder, publish
     server.shutdown()

@@ -38,9 +38,10 @@ from fedcontext.leaderboard.results import (
     write_results,
 )
 from fedcontext.leaderboard.rows import Row, make_row
-from fedcontext.leaderboard.tuning import missing_experiments, records_of, score, tune
+from fedcontext.leaderboard.tuning import records_of, score, tune
 from fedcontext.measurement.defences import Defences
 from fedcontext.records import RoundRecord, read_run
+from fedcontext.runner import missing_experiments
 
 TINY = {"dataset": "synthetic-iid", "rounds": 3, "epochs": (1, 1), "learning_rate": 0.01, "engine": "reference"}
 TASK = Task("tiny", "convex", TINY, (0.1, 0.2, 0.99))

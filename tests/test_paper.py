@@ -12,7 +12,8 @@ from fedcontext.paper import document
 from fedcontext.paper.claims import check_claims
 from fedcontext.paper.experiments import SEEDS, STUDIES, experiments_of, get_study
 from fedcontext.paper.figures import stages
-from fedcontext.paper.reproduce import draw_figures, missing_experiments, read_records, run_experiments
+from fedcontext.paper.reproduce import draw_figures, read_records, run_experiments
+from fedcontext.runner import missing_experiments
 
 
 def test_the_experiments_are_the_papers():
@@ -43,10 +44,10 @@ def synthetic_study(name):
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_study_runs_once_and_draws_its_figures(tmp_path, name):
     study = synthetic_study(name)
-    todo = missing_experiments(study.series, tmp_path, quick=True)
+    todo = missing_experiments(experiments_of(study.series, quick=True), tmp_path)
     assert todo
     run_experiments(todo, tmp_path, 1, lambda experiment, record: None)
-    assert missing_experiments(study.series, tmp_path, quick=True) == []
+    assert missing_experiments(experiments_of(study.series, quick=True), tmp_path) == []
     figures = draw_figures(study, read_records(study.series, tmp_path, quick=True), tmp_path / "figures")
     assert figures
     for path in figures:
@@ -60,7 +61,7 @@ def test_records_of_another_engine_are_accepted_and_those_of_the_one_asked_for_p
     other = [dataclasses.replace(run, engine="reference") for run in runs]
     assert all(run.engine == "numba" for run in runs)
     run_experiments(other, tmp_path, 1, lambda experiment, record: None)
-    assert missing_experiments(study.series, tmp_path, quick=True) == []
+    assert missing_experiments(experiments_of(study.series, quick=True), tmp_path) == []
     (records, *_) = next(iter(read_records(study.series, tmp_path, quick=True).values()))
     assert records == fc.read_run(tmp_path / f"{other[0].name}.jsonl")[1]
     run_experiments(runs, tmp_path, 1, lambda experiment, record: None)
@@ -68,7 +69,7 @@ def test_records_of_another_engine_are_accepted_and_those_of_the_one_asked_for_p
     assert records == fc.read_run(tmp_path / f"{runs[0].name}.jsonl")[1]
     (tmp_path / f"{runs[0].name}.jsonl").unlink()
     (tmp_path / f"{other[0].name}.jsonl").unlink()
-    assert missing_experiments(study.series, tmp_path, quick=True) == [runs[0]]
+    assert missing_experiments(experiments_of(study.series, quick=True), tmp_path) == [runs[0]]
 
 
 @pytest.mark.parametrize("losses", [[6, 5, 4, 3, 2, 1], [3, 1, 1], [9, 2, 1, 1, 1, 1], [1, 2, 3, 4], [5, 5, 5]])

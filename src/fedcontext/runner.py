@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -124,6 +124,15 @@ def complete_records(experiment: Experiment, out: Path) -> list[RoundRecord] | N
         if path.is_file() and len(records := read_run(path)[1]) == experiment.rounds:
             return records
     return None
+
+
+def missing_experiments(experiments: Iterable[Experiment], out: Path) -> list[Experiment]:
+    """Return the distinct experiments that have neither complete records in ``out`` nor diverged."""
+    return [
+        each
+        for each in dict.fromkeys(experiments)
+        if not error_path(each, out).exists() and complete_records(each, out) is None
+    ]
 
 
 def run_until_error(

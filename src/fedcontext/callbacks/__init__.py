@@ -30,8 +30,7 @@ def follow(
 
             callbacks.append(stack.enter_context(track_runs(track, out)))
         if not quiet:
-            from fedcontext.callbacks.findings import print_findings
-            from fedcontext.callbacks.progress import live_table
+            from fedcontext.callbacks.progress import live_table, print_findings
 
             callbacks += [stack.enter_context(live_table(experiments)), print_findings()]
 

@@ -1,4 +1,4 @@
-"""A live table of progress in the terminal."""
+"""In the terminal: a live table of progress, and findings about runs, each when it is first seen."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from rich import box
 from rich.live import Live
 from rich.table import Table
 
-from fedcontext.console import err
+from fedcontext.console import err, warn
 from fedcontext.experiment import Experiment
 from fedcontext.records import RoundRecord
+from fedcontext.results.diagnosis import Monitor
 from fedcontext.runner import OnRound
 
 
@@ -23,6 +24,23 @@ def live_table(experiments: Sequence[Experiment]) -> Iterator[OnRound]:
     progress = Progress(experiments)
     with Live(get_renderable=progress.table, console=err, transient=True, refresh_per_second=4):
         yield progress.update
+
+
+def print_findings() -> OnRound:
+    """Return the callback that prints a finding once for each data set and algorithm, whatever the number of seeds."""
+    monitors: dict[str, Monitor] = {}
+    seen: set[tuple[str, str, str]] = set()
+
+    def on_round(experiment: Experiment, record: RoundRecord) -> None:
+        monitor = monitors.setdefault(experiment.name, Monitor(vars(experiment)))
+        for finding in monitor.add(record):
+            key = experiment.dataset, experiment.algorithm, finding.what
+            if key not in seen:
+                seen.add(key)
+                where = f"{experiment.algorithm} on {experiment.dataset}, seed {experiment.seed}, round {record.number}"
+                warn(f"{where}: {finding}")
+
+    return on_round
 
 
 class Progress:

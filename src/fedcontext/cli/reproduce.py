@@ -27,8 +27,9 @@ def reproduce(
 ) -> None:
     """Repeat the paper's experiments: records, figures (PNG and PDF), and with `claims` a verdict on each claim."""
     from fedcontext.paper import document, figures
-    from fedcontext.paper.experiments import STUDIES, get_study
-    from fedcontext.paper.reproduce import draw_figures, missing_experiments, read_records, run_experiments
+    from fedcontext.paper.experiments import STUDIES, experiments_of, get_study
+    from fedcontext.paper.reproduce import draw_figures, read_records, run_experiments
+    from fedcontext.runner import missing_experiments
 
     figures.check_path(Path("figure.png"))
     if experiment == "claims":
@@ -39,7 +40,7 @@ def reproduce(
     studies = list(STUDIES.values()) if experiment == "all" else [get_study(experiment)]
     for study in studies:
         series = study.quick_series() if quick else study.series
-        missing = missing_experiments(series, out_dir, quick)
+        missing = missing_experiments(experiments_of(series, quick), out_dir)
         total = sum(run.rounds for run in missing)
         with interruptible(out_dir, REUSED), progress(study.name, total, quiet) as on_round:
             run_experiments(missing, out_dir, jobs or os.cpu_count() or 1, on_round)

@@ -37,7 +37,6 @@ class Source:
     names: tuple[str, ...]
     url: str
     sha256: str
-    about: str
 
     @property
     def download(self) -> str:
@@ -50,13 +49,11 @@ SOURCES = {
         ("mnist.npz",),
         "https://storage.googleapis.com/tensorflow/tf-keras-datasets/mnist.npz",
         "731c5ac602752760c8e48fbffcf8c3b850d9dc2a2aedcf2cc48468fc17b673d1",
-        "70,000 handwritten digits, 11 MB",
     ),
     "femnist": Source(
         ("femnist_leaf_writers.npz", "femnist.npz"),
         "https://storage.googleapis.com/tff-datasets-public/fed_emnist.tar.bz2",
         "fe1ed5a502cea3a952eb105920bff8cffb32836b5173cb18a57a32c3606f3ea0",
-        "749,068 handwritten characters of 3,400 writers, 170 MB; unpacking needs fedcontext[femnist]",
     ),
 }
 

@@ -15,15 +15,8 @@ from fedcontext.experiment import Experiment
 from fedcontext.leaderboard.entries import FEDAVG, ORACLE_SEEDS, TEST_SEEDS, TUNING_SEEDS, Entrant, Task
 from fedcontext.leaderboard.results import TaskResult
 from fedcontext.leaderboard.rows import make_row
-from fedcontext.leaderboard.tuning import (
-    levels_of,
-    missing_experiments,
-    records_of,
-    run_missing,
-    tune,
-    tuning_experiments,
-)
-from fedcontext.runner import OnRound
+from fedcontext.leaderboard.tuning import levels_of, records_of, run_missing, tune, tuning_experiments
+from fedcontext.runner import OnRound, missing_experiments
 from fedcontext.version import __version__
 
 Progress: TypeAlias = Callable[[str, int], AbstractContextManager[OnRound]]

@@ -13,7 +13,7 @@ from fedcontext.experiment import Experiment
 from fedcontext.leaderboard.entries import FEDAVG, Entrant, Task
 from fedcontext.records import RoundRecord, read_run
 from fedcontext.results.summary import summarise
-from fedcontext.runner import OnRound, complete_records, error_path, run_all, run_until_error
+from fedcontext.runner import OnRound, complete_records, error_path, missing_experiments, run_all, run_until_error
 
 Records: TypeAlias = Sequence[RoundRecord]
 PENALTY = 1.5  # a level that was not reached counts as so many times the number of rounds
@@ -87,15 +87,6 @@ def run_missing(
     """Run the experiments that have no finished records in ``out``, those of one data set together."""
     missing = missing_experiments(experiments, out)
     run_all(sorted(missing, key=lambda each: each.dataset), out, jobs, on_round, run=run_until_error)
-
-
-def missing_experiments(experiments: Iterable[Experiment], out: Path) -> list[Experiment]:
-    """Return the distinct experiments that have neither complete records in ``out`` nor diverged."""
-    return [
-        each
-        for each in dict.fromkeys(experiments)
-        if not error_path(each, out).exists() and complete_records(each, out) is None
-    ]
 
 
 def records_of(experiment: Experiment, out: Path) -> list[RoundRecord]:

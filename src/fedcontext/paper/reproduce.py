@@ -7,15 +7,10 @@ from pathlib import Path
 
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
-from fedcontext.paper.experiments import SEEDS, Series, Study, experiments_of
+from fedcontext.paper.experiments import SEEDS, Series, Study
 from fedcontext.paper.figures import RecordIndex, draw_figure
 from fedcontext.records import RoundRecord
 from fedcontext.runner import OnRound, complete_records, run_all
-
-
-def missing_experiments(series: Sequence[Series], out: Path, quick: bool = False) -> list[Experiment]:
-    """Return the experiments behind ``series`` without complete records in ``out``."""
-    return [experiment for experiment in experiments_of(series, quick) if complete_records(experiment, out) is None]
 
 
 def run_experiments(experiments: Sequence[Experiment], out: Path, jobs: int, on_round: OnRound) -> None:

@@ -16,8 +16,9 @@ from fedcontext.errors import FedcontextError
 from fedcontext.files.storage import write_text
 from fedcontext.leaderboard.board import Progress, no_progress
 from fedcontext.leaderboard.entries import Task
-from fedcontext.leaderboard.tuning import Records, missing_experiments, records_of, run_missing
+from fedcontext.leaderboard.tuning import Records, records_of, run_missing
 from fedcontext.results.summary import summarise
+from fedcontext.runner import missing_experiments
 from fedcontext.stress.cases import (
     CONDITIONS,
     HONEST,
