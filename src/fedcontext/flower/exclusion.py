@@ -6,14 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any, Literal
 
 import numpy as np
 
 from fedcontext.aggregation.aggregate import aggregate
 from fedcontext.aggregation.result import Aggregation
-from fedcontext.aggregation.validation import check_defences, select_leaves, validate
+from fedcontext.aggregation.validation import NO_GRADIENT, check_defences, checked_leaves, select_leaves
 from fedcontext.errors import FedcontextError
 from fedcontext.flower.messages import Reply
 from fedcontext.flower.protocol import Arrays, printable
@@ -185,14 +184,15 @@ def _defect(params: Arrays, reply: Reply, buffers: set[str], layers: Sequence[st
     """Return what is wrong with the structure of this reply, or an empty string."""
     measured = (set(params) if layers is None else select_leaves("layers", layers, params)) - buffers
     measured = {name for name in measured if params[name].dtype.kind == "f"}
-    report = Report(
-        [reply.update if reply.update is not None else params],
-        own_gradients=None if reply.gradient is None else [reply.gradient],
-        differences=None if reply.difference is None else [reply.difference],
+    sent = (
+        ("update", reply.update, set(params), ""),
+        ("gradient", reply.gradient, measured, NO_GRADIENT),
+        ("gradient difference", reply.difference, measured, NO_GRADIENT),
     )
     try:
-        validate(report, params, measured, strict=False)
+        for kind, vector, needed, advice in sent:
+            if vector is not None:
+                checked_leaves(kind, vector, params, needed, set(), advice)
     except FedcontextError as error:
-        names = {"own gradient of device": "gradient", "difference of probe": "gradient difference", "device": "update"}
-        return printable(reduce(lambda text, name: text.replace(f"{name} 0: ", f"{names[name]}: "), names, str(error)))
+        return printable(str(error))
     return ""
