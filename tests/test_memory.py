@@ -30,6 +30,8 @@ PUBLISHED = MemorySettings(  # the prototype's directions and constants
     largest=20,
     surge=np.inf,
     trial=np.inf,
+    restart=1e12,
+    secant=0,
 )
 
 
@@ -105,6 +107,35 @@ def test_the_steps_with_the_shipped_constants_stay_as_they_are(probes, lengths):
         last, w = w, w + step
         steps.append(float(np.linalg.norm(step)))
     assert steps[::3] == pytest.approx(lengths, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_short_updates_are_left_behind_faster_with_the_secant(seed):
+    losses = {}
+    for secant in (0, MemorySettings().secant):
+        problem, w, last, memory = Quadratic(seed), np.zeros(60), None, None
+        for _ in range(3):
+            _, updates, gradients, differences = problem.round(w, last)
+            sums = summed(0.05 * updates, gradients, differences)  # a twentieth of what serves best
+            step, memory, _ = memory_step(sums, memory, MemorySettings(secant=secant), population=40)
+            last, w = w, w + step
+        losses[secant] = problem.loss(w)
+    assert losses[0.25] < 0.75 * losses[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_there_is_no_momentum_after_a_step_along_which_the_loss_only_rose(seed):
+    problem, w, last, memory = Quadratic(seed), np.zeros(60), None, None
+    for _ in range(4):
+        _, updates, gradients, differences = problem.round(w, last)
+        step, memory, _ = memory_step(summed(updates, gradients, differences), memory, MemorySettings(), 40)
+        last, w = w, w + step
+    _, updates, gradients, _ = problem.round(w, last)
+    risen = gradients + 2 * np.linalg.norm(gradients) * step / np.linalg.norm(step)  # uphill along the step
+    sums = summed(updates, risen, risen)  # and before the step the slope was zero
+    restarted, _, _ = memory_step(sums, memory, MemorySettings(), 40)
+    without, _, _ = memory_step(sums, memory, MemorySettings(momentum=0), 40)
+    np.testing.assert_allclose(restarted, without, rtol=1e-9, atol=1e-12)
 
 
 @given(seed=st.integers(0, 1000), parts=st.integers(2, 4))

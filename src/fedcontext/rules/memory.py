@@ -42,6 +42,7 @@ class MemorySettings:
     least_trust: float = 0.2  # lower limit of the trust, the factor of the longest step
     reach: float = 3.0  # the model's minimiser is cut to reach x trust x R, R the larger of ‖d‖ and its running mean
     momentum: float = 0.8  # largest multiple of the previous step
+    restart: float = 2.0  # it is multiplied by restart x (1 - e), at most by 1, with e the evidence on that step alone
     anchor: float = 0.6  # first limit of ‖step - d‖ / R
     growth: float = 16.0  # largest factor by which one round can change that limit; evidence scales `trial` by up to it
     trust_growth: float = 4.0  # the same for trust
@@ -54,6 +55,7 @@ class MemorySettings:
     largest: float = 100.0  # upper limit of trust and anchor
     surge: float = 3.0  # d counts as at most so many times as long as its running mean
     trial: float = 0.3  # limit of ‖step - d‖ / ‖d‖ where the last step was d, x growth^-e with e the evidence on steps
+    secant: float = 0.25  # or this share of the distance to the minimum along d by the slopes at its ends, if longer
     scaled_gradient: bool = True  # whether q is a direction
 
     def __post_init__(self) -> None:
@@ -154,10 +156,12 @@ def memory_step(
     lengths = np.array([norm(vector) for vector in unit])
     unit /= lengths[:, None]
 
-    moves = zip(memory.evidence, (memory.step, memory.deviation), strict=True)
-    evidence = np.stack([_evidence(past, g, y, move, settings.evidence_decay) for past, move in moves])
-    limits = settings.least_trust, settings.largest
-    trust = _adapted(memory.trust, settings.trust_growth, evidence[0], memory.step, *limits)
+    fresh = np.stack([_evidence(g, y, memory.step), _evidence(g, y, memory.deviation)])
+    moved = fresh[:, 1] > 0
+    evidence = np.where(moved[:, None], settings.evidence_decay * memory.evidence + fresh, memory.evidence)
+    on_steps, on_deviations = np.divide(evidence[:, 0], evidence[:, 1], out=np.zeros(2), where=moved).tolist()
+    trust = memory.trust * settings.trust_growth**-on_steps
+    trust = float(np.clip(trust, settings.least_trust, settings.largest))
     bend = dot(y, memory.step)  # <y, s>: positive where the loss was convex along the last step
     fit = memory.normal, memory.right, memory.curvature
     fit = fitted(*fit, memory.step, y, u, settings.decay) if bend > 0 else fit
@@ -165,19 +169,19 @@ def memory_step(
     hits, squares, factors = _calibration(slopes, g - y, m, error, memory, settings)
     if bend > 0:
         hessian = _hessian(unit, u, scale, fit[2], y, bend, lengths[PREVIOUS], settings)
-        x = _model_minimum(hessian, slopes * factors, lengths, settings)
+        momentum = settings.momentum * min(1.0, settings.restart * (1 - float(fresh[0, 0])))
+        x = _model_minimum(hessian, slopes * factors, lengths, momentum, settings)
     else:
         x = lengths * (np.arange(len(unit)) == MEAN)  # no convex model: FedAvg's step
     length = settings.decay * memory.length + (1 - settings.decay) * lengths[MEAN]
     reference = max(lengths[MEAN], length)
     limit = min(settings.reach * trust * reference, max(settings.stretch * lengths[PREVIOUS], lengths[MEAN]))
-    limits = settings.floor / 2, settings.largest
-    anchor = _adapted(memory.anchor, settings.growth, evidence[1], memory.deviation, *limits)
-    most = anchor * reference
-    if not memory.deviation.any():
-        trial = _adapted(settings.trial, settings.growth, evidence[0], memory.step, 0.0, np.inf)
-        most = min(most, trial * lengths[MEAN])
-    deviation = _shortened(_shortened(_combined(x, unit), limit) - d, most)
+    anchor = float(np.clip(memory.anchor * settings.growth**-on_deviations, settings.floor / 2, settings.largest))
+    most = np.inf
+    if not memory.deviation.any():  # nothing is known of deviations yet
+        ahead = min(settings.secant * _steps_ahead(on_steps), settings.stretch)
+        most, anchor = max(settings.trial * settings.growth**-on_steps, ahead) * lengths[MEAN], max(anchor, ahead)
+    deviation = _shortened(_shortened(_combined(x, unit), limit) - d, min(most, anchor * reference))
     if norm(deviation) <= ROUNDING * reference:
         deviation = np.zeros_like(d)  # rounding errors are no evidence for the anchor
     concave = memory.concave + sums.concave
@@ -240,25 +244,27 @@ def _gradient_estimate(
     return m, (1 - gain) ** 2 * drift + gain**2 * noise
 
 
-def _evidence(past: FloatArray, g: FloatArray, y: FloatArray, move: FloatArray, decay: float) -> FloatArray:
-    """Return (2,) the decayed sum of the evidence of fresh gradients on the last ``move``, and that of its weights.
+def _evidence(g: FloatArray, y: FloatArray, move: FloatArray) -> FloatArray:
+    """Return (2,) the evidence of fresh gradients on the last ``move``, and its weight: 1, or 0 for a move of zero.
 
-    With slopes σ₁ = <ḡ, move> after the move and σ₀ = σ₁ - <ȳ, move> before it, it is σ₁ / (|σ₁| + |σ₀|): negative where the
-    loss still falls along the move, positive where the move went too far. A move of zero says nothing.
+    With slopes σ₁ = <ḡ, move> after the move and σ₀ = σ₁ - <ȳ, move> before it, it is e = σ₁ / (|σ₁| + |σ₀|): negative where
+    the loss still falls along the move, positive where the move went too far, above 1/2 where the loss rose.
     """
     if not move.any():
-        return past
+        return np.zeros(2)
     after = dot(g, move)
     before = after - dot(y, move)
-    return np.asarray(decay * past + [after / (abs(after) + abs(before) + TINY), 1.0])
+    return np.array([after / (abs(after) + abs(before) + TINY), 1.0])
 
 
-def _adapted(value: float, growth: float, evidence: FloatArray, move: FloatArray, least: float, most: float) -> float:
-    """Return a limit multiplied by growth^-e, with e the mean evidence; unchanged after a move of zero."""
-    if not move.any():
-        return value
-    total, weight = evidence
-    return float(np.clip(value * growth ** (-total / weight), least, most))
+def _steps_ahead(evidence: float) -> float:
+    """Return how many lengths of a move ahead the slopes at its ends say the minimum is: σ₁ / (σ₀ - σ₁) = -e / (1 + 2e).
+
+    Zero where the move went too far, and infinite where the slope is as steep as it was.
+    """
+    if evidence >= 0:
+        return 0.0
+    return -evidence / (1 + 2 * evidence) if evidence > -0.5 else np.inf
 
 
 def _hessian(
@@ -303,11 +309,13 @@ def _calibration(
     return hits, squares, np.clip((hits + weight * prior) / (squares + weight), 0.05, 1.5)
 
 
-def _model_minimum(h: FloatArray, slopes: FloatArray, lengths: FloatArray, settings: MemorySettings) -> FloatArray:
-    """Return the x that minimises slopes·x + xᵀHx/2 with x_d >= 0.2 ‖d‖, -‖s‖ <= x_s <= 0.8 ‖s‖, and the others >= 0."""
+def _model_minimum(
+    h: FloatArray, slopes: FloatArray, lengths: FloatArray, momentum: float, settings: MemorySettings
+) -> FloatArray:
+    """Return the x that minimises slopes·x + xᵀHx/2 with x_d >= 0.2 ‖d‖, -‖s‖ <= x_s <= momentum ‖s‖, and the others >= 0."""
     low, high = np.zeros(len(h)), np.full(len(h), np.inf)
     low[MEAN] = 2 * settings.floor * lengths[MEAN]
-    low[PREVIOUS], high[PREVIOUS] = -lengths[PREVIOUS], settings.momentum * lengths[PREVIOUS]
+    low[PREVIOUS], high[PREVIOUS] = -lengths[PREVIOUS], momentum * lengths[PREVIOUS]
     return minimise_in_box(h + settings.ridge * np.trace(h) / len(h) * np.eye(len(h)), slopes, low, high)
 
 
