@@ -32,14 +32,15 @@ def weights_of(rule: Rule, geometry: Geometry, state: State) -> tuple[FloatArray
 def step_of(
     rule: SumRule, sums: Sums, state: State, population: int | None
 ) -> tuple[FloatArray, State, dict[str, Any]]:
-    """Return the step of a rule on sums, the next state, and the numbers that the rule reports."""
+    """Return the step of a rule on sums, the next state, and what the rule reports, with Python's own numbers for NumPy's."""
     returned = rule.step(sums, state, population)
     if not (isinstance(returned, tuple | list) and len(returned) == 3 and isinstance(returned[2], Mapping)):
         raise FedcontextError(
             f"rule '{rule.name}': step must return (step, state, info), info a dict, got {_described(returned)}"
         )
     step, after, info = returned
-    return _numbers(step, sums.size, f"rule '{rule.name}': step", "entries"), after, dict(info)
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in info.items()}
+    return _numbers(step, sums.size, f"rule '{rule.name}': step", "entries"), after, plain
 
 
 def combination_of(rule: CoordinateRule, block: FloatArray) -> FloatArray:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
-
-import numpy as np
 
 from fedcontext.arrays.tree import FloatArray, Structure
 from fedcontext.measurement.geometry import Geometry, Name, shares
@@ -39,9 +37,6 @@ class Aggregation:
     info: dict[str, Any] = field(default_factory=dict)  # numbers that a rule reports
     motion: Motion = Motion()  # how far the updates and the step go
     make_step: Callable[[], Structure] = field(repr=False, default=lambda: None)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "info", plain_numbers(self.info))
 
     @cached_property
     def step(self) -> Structure:
@@ -76,15 +71,6 @@ class Aggregation:
         count = len(self.weights)
         square = float(self.weights @ self.geometry.gram[:count, :count] @ self.weights)
         return 2 * (change - float(self.geometry.slope[:count] @ self.weights)) / square if square > 0 else None
-
-
-def plain_numbers(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a rule reports with Python's own numbers in place of NumPy's.
-
-    >>> plain_numbers({"mean": np.float64(0.5), "convex": True})
-    {'mean': 0.5, 'convex': True}
-    """
-    return {name: value.item() if isinstance(value, np.generic) else value for name, value in info.items()}
 
 
 def motion_of_weights(geometry: Geometry, weights: FloatArray) -> Motion:

@@ -11,7 +11,6 @@ from typing import Any
 
 from fedcontext.aggregation.combine import add_step
 from fedcontext.aggregation.decision import step_of
-from fedcontext.aggregation.result import plain_numbers
 from fedcontext.aggregation.validation import check_state, checked_leaves
 from fedcontext.arrays.tree import FloatArray, Leaves, Structure, kind_of, leaf_name, leaves, rebuild, size_of
 from fedcontext.errors import FedcontextError
@@ -86,7 +85,7 @@ class StreamedRound:
         vector, state, info = step_of(rule, self.sums, state, population)
         step: Leaves = unflat(vector, self._leaves, list(self._leaves))
         moved = add_step(self._leaves, step)
-        return Streamed(rebuild(self.params, moved), rebuild(self.params, step), state, plain_numbers(info))
+        return Streamed(rebuild(self.params, moved), rebuild(self.params, step), state, info)
 
     def _check_enough(self, rule: SumRule, state: State) -> None:
         probes = self.sums.probes
