@@ -15,7 +15,7 @@ from fedcontext.coding import coding_for
 from fedcontext.datasets import FederatedData, load_dataset
 from fedcontext.datasets.federated import full_participation, gather
 from fedcontext.engines.base import Engine, EngineOptions, engine_named
-from fedcontext.errors import FedcontextError, require
+from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.faults.disturbance import disturbance_of
 from fedcontext.fleet import PROFILES, make_fleet
@@ -107,7 +107,6 @@ def _engine(experiment: Experiment, data: FederatedData, model: Any) -> Engine:
     if model is not None:
         if experiment.engine not in ("torch", Experiment(experiment.dataset).engine):  # chosen, and not the default
             raise _wrong_engine(experiment.engine)
-        require("torch", extra="torch")
         from fedcontext.engines.torch.engine import TorchEngine
 
         return TorchEngine(data, model, device=experiment.device, seed=experiment.seed)

@@ -101,7 +101,6 @@ def _ray(data: FederatedData, options: EngineOptions) -> Engine:
 
 
 def _torch(data: FederatedData, options: EngineOptions) -> Engine:
-    require("torch", extra="torch")
     from fedcontext.engines.torch.engine import TorchEngine
     from fedcontext.engines.torch.models import model_named
 

@@ -8,11 +8,8 @@ from __future__ import annotations
 import warnings
 from typing import Literal, TypeAlias
 
-from fedcontext.errors import require
-
-require("torch", extra="torch")
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import torch
+from torch import Tensor, nn
 
 Convolutions: TypeAlias = Literal["auto", "native", "unfold", "slices"]
 WIDE = 64  # entries of a patch from which one product per device is faster than one per sample (H200)

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
-from fedcontext.errors import require
-
-require("torch", extra="torch")
-import torch  # noqa: E402
+import torch
 
 Acceleration: TypeAlias = Literal["auto", "eager", "cuda-graph", "compile", "max-autotune"]
 COMPILED = ("compile", "max-autotune")

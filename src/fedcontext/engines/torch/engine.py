@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from fedcontext.arrays.tree import FloatArray
 from fedcontext.datasets.federated import FederatedData, check_devices
@@ -20,12 +22,8 @@ from fedcontext.engines.torch.cuda_graph import COMPILED, Acceleration
 from fedcontext.engines.torch.sequential import gradient, train_device
 from fedcontext.engines.torch.task import Loss, Params, Precision, Task, cross_entropy, first_line, resolve_device
 from fedcontext.engines.torch.vmapped import VmappedTrainer, batch_norm_in, run_in_chunks
-from fedcontext.errors import FedcontextError, require
+from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray
-
-require("torch", extra="torch")
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
 
 if TYPE_CHECKING:
     from fedcontext.engines.base import Work

@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable
 from typing import TypeAlias
 
-from fedcontext.errors import FedcontextError, by_name, require
+from torch import Tensor, nn
 
-require("torch", extra="torch")
-from torch import Tensor, nn  # noqa: E402
+from fedcontext.errors import FedcontextError, by_name
 
 Shape: TypeAlias = tuple[int, ...]
 GROUPS = 2  # of GroupNorm

@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from fedcontext.arrays.tree import FloatArray
 from fedcontext.engines.torch.task import Params, Task, seeded
 from fedcontext.engines.torch.vmapped import run_in_chunks
-from fedcontext.errors import require
 from fedcontext.plan import IntArray, Stream, batches, generator
-
-require("torch", extra="torch")
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
 
 if TYPE_CHECKING:
     from fedcontext.engines.base import Work

@@ -9,13 +9,11 @@ from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from fedcontext.datasets.federated import FederatedData, Split
-from fedcontext.errors import FedcontextError, require
-
-require("torch", extra="torch")
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+from fedcontext.errors import FedcontextError
 
 Params: TypeAlias = Mapping[str, Tensor]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (outputs, labels) -> (n,) losses

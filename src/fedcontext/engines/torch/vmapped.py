@@ -7,16 +7,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from fedcontext.engines.torch.cuda_graph import Acceleration
 from fedcontext.engines.torch.task import Params, Task, first_line, seeded
 from fedcontext.engines.torch.vmapped_sgd import Stack, VmappedSGD, padded_batches, vmapped_gradients
-from fedcontext.errors import FedcontextError, require
+from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray, Stream, generator
-
-require("torch", extra="torch")
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
 
 if TYPE_CHECKING:
     from fedcontext.engines.base import Work

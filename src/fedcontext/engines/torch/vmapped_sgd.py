@@ -13,16 +13,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from fedcontext.engines.torch.cuda_graph import COMPILED, Acceleration, capture
 from fedcontext.engines.torch.task import Params, Task, first_line
-from fedcontext.errors import require
 from fedcontext.local_sgd import LocalSGD
 from fedcontext.plan import IntArray, orders
-
-require("torch", extra="torch")
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
 
 if TYPE_CHECKING:
     from fedcontext.engines.base import Work
