@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fedcontext.arrays.tree import FloatArray, leaves, rebuild
+from fedcontext.datasets.federated import FederatedData
+from fedcontext.engines.base import Engine
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.measurement.geometry import shares
 from fedcontext.measurement.sums import flat, unflat
 from fedcontext.plan import Stream, generator
-
-if TYPE_CHECKING:
-    from fedcontext.datasets.federated import FederatedData
-    from fedcontext.engines.base import Engine
 
 ITERATIONS = 10  # of Lanczos' method
 RADIUS = 1e-2  # of the differences of the gradient

@@ -8,7 +8,6 @@ from typing import Protocol, TypeAlias
 
 from fedcontext.arrays.tree import FloatArray, Leaves, Structure
 from fedcontext.datasets.federated import FederatedData
-from fedcontext.engines.softmax import SoftmaxReference
 from fedcontext.errors import FedcontextError, by_name, require
 from fedcontext.local_sgd import LocalSGD
 from fedcontext.plan import IntArray
@@ -81,6 +80,8 @@ class EngineOptions:
 
 def _reference(data: FederatedData, options: EngineOptions) -> Engine:
     options.check_softmax("reference")
+    from fedcontext.engines.softmax import SoftmaxReference
+
     return SoftmaxReference(data)
 
 

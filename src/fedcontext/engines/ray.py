@@ -9,19 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fedcontext.arrays.tree import FloatArray
 from fedcontext.datasets.federated import FederatedData, check_devices, full_participation
+from fedcontext.engines.base import Work, engine_named
 from fedcontext.engines.softmax import check_params, weighted_sum
 from fedcontext.errors import FedcontextError, require
 from fedcontext.plan import IntArray
-
-if TYPE_CHECKING:
-    from fedcontext.engines.base import Work
 
 Matrix = npt.NDArray[Any]
 RETRIES = 3  # of devices whose worker was lost
@@ -34,8 +32,6 @@ class SoftmaxRay:
     supports_corrections = True
 
     def __init__(self, data: FederatedData, workers: int | None = None, engine: str | None = None) -> None:
-        from fedcontext.engines.base import engine_named
-
         self.data, self.ray = data, _connected()
         name = engine or ("numba" if find_spec("numba") else "reference")
         self.local_engine = engine_named(name, data)
@@ -107,8 +103,6 @@ class _Worker:
     """An engine in a process of the cluster; the data stays in Ray's shared memory."""
 
     def __init__(self, data: FederatedData, engine: str) -> None:
-        from fedcontext.engines.base import engine_named
-
         os.environ["OMP_NUM_THREADS"] = "1"  # there is a worker for each core
         self.engine = engine_named(engine, data)
 

@@ -7,18 +7,16 @@ results depend on the number of threads of BLAS; those of the Numba engine do no
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fedcontext.arrays.tree import FloatArray
 from fedcontext.datasets.federated import Features, FederatedData, Samples, Split, check_devices, full_participation
+from fedcontext.engines.base import Work
 from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray, batches
-
-if TYPE_CHECKING:
-    from fedcontext.engines.base import Work
 
 Matrix = npt.NDArray[Any]
 ROWS = 4096  # samples per block in a pass over all data

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fedcontext.arrays.tree import FloatArray
 from fedcontext.datasets.federated import FederatedData, Samples, Split, check_devices, full_participation
+from fedcontext.engines.base import Work
 from fedcontext.engines.numba.kernels import Matrix, sweep, train_device, train_device_in_span
 from fedcontext.engines.softmax import SoftmaxReference, check_params, weighted_sum
 from fedcontext.jit import announced
 from fedcontext.plan import IntArray, orders
 from fedcontext.threads import on_all_cores
-
-if TYPE_CHECKING:
-    from fedcontext.engines.base import Work
 
 ROWS = 4096  # samples of one task in a pass over all data
 SPAN_COST = 1.5  # of a multiplication in the span, relative to one along the features

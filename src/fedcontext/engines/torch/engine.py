@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fedcontext.arrays.tree import FloatArray
 from fedcontext.datasets.federated import FederatedData, check_devices
+from fedcontext.engines.base import Work
 from fedcontext.engines.torch.convolutions import Convolutions, convert_convolutions
 from fedcontext.engines.torch.cuda_graph import COMPILED, Acceleration
 from fedcontext.engines.torch.sequential import gradient, train_device
@@ -24,9 +25,6 @@ from fedcontext.engines.torch.task import Loss, Params, Precision, Task, cross_e
 from fedcontext.engines.torch.vmapped import VmappedTrainer, batch_norm_in, run_in_chunks
 from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray
-
-if TYPE_CHECKING:
-    from fedcontext.engines.base import Work
 
 FEATURES_PER_PASS = {"cpu": 2**16, "cuda": 2**23}  # larger passes are slower on a CPU: activations leave the caches
 MANY_SAMPLES = 100_000  # per gradient; more take a CPU minutes for a CNN

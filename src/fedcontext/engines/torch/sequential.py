@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedcontext.arrays.tree import FloatArray
+from fedcontext.engines.base import Work
 from fedcontext.engines.torch.task import Params, Task, seeded
 from fedcontext.engines.torch.vmapped import run_in_chunks
 from fedcontext.plan import IntArray, Stream, batches, generator
-
-if TYPE_CHECKING:
-    from fedcontext.engines.base import Work
 
 
 def train_device(task: Task, params: Params, row: int, work: Work) -> dict[str, Tensor]:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedcontext.engines.base import Work
 from fedcontext.engines.torch.cuda_graph import Acceleration
 from fedcontext.engines.torch.task import Params, Task, first_line, seeded
 from fedcontext.engines.torch.vmapped_sgd import Stack, VmappedSGD, padded_batches, vmapped_gradients
 from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray, Stream, generator
-
-if TYPE_CHECKING:
-    from fedcontext.engines.base import Work
 
 
 def batch_norm_in(module: nn.Module) -> str | None:

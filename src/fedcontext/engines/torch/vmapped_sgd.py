@@ -10,19 +10,17 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedcontext.engines.base import Work
 from fedcontext.engines.torch.cuda_graph import COMPILED, Acceleration, capture
 from fedcontext.engines.torch.task import Params, Task, first_line
 from fedcontext.local_sgd import LocalSGD
 from fedcontext.plan import IntArray, orders
-
-if TYPE_CHECKING:
-    from fedcontext.engines.base import Work
 
 Stack: TypeAlias = dict[str, Tensor]  # (C, ...) each: row k belongs to device k
 NORM_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
