@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fedcontext.cli.options import (
+    CORES,
     OPTIONS,
     REUSED,
     Jobs,
@@ -48,7 +48,7 @@ def leaderboard(
         Path | None, typer.Option(help="Also write leaderboard.md here, and update the data of `recommend`.")
     ] = None,
     report: Annotated[Path | None, typer.Option(help="HTML page about the runs on test seeds.")] = None,
-    jobs: Jobs = None,
+    jobs: Jobs = CORES,
     quiet: Quiet = False,
 ) -> None:
     """Tune algorithms on some seeds, compare them on others, and write leaderboard.md and results.json into --out.
@@ -73,7 +73,7 @@ def leaderboard(
             chosen,
             rivals,
             out_dir,
-            jobs or os.cpu_count() or 1,
+            jobs,
             tuning=tuning,
             seeds=seeds,
             progress=lambda title, rounds: progress(title, rounds, quiet),
@@ -110,7 +110,7 @@ def tune(
         str, typer.Option(metavar="NUMBERS", help="Target accuracies; reaching them in the fewest rounds is best.")
     ] = "0.7,0.8,0.85",
     out_dir: Out = Path("runs/tuning"),
-    jobs: Jobs = None,
+    jobs: Jobs = CORES,
     quiet: Quiet = False,
 ) -> None:
     """Try all combinations of a grid of settings, and print the best one as TOML."""
@@ -123,7 +123,7 @@ def tune(
     tuning = [experiment_from({**settings, "seed": seed}).seed for seed in distinct("seeds", seeds)]
     experiments = tuning_experiments(task, entrant, tuning)
     with interruptible(out_dir, REUSED), progress("tune", sum(each.rounds for each in experiments), quiet) as on_round:
-        run_missing(experiments, out_dir, jobs or os.cpu_count() or 1, on_round)
+        run_missing(experiments, out_dir, jobs, on_round)
     best = choose(task, entrant, tuning, out_dir)
     scores = candidate_scores(task, entrant, tuning, out_dir)
     rows = [

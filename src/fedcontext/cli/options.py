@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import math
+import os
 import shlex
 import signal
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -51,7 +52,8 @@ Quiet = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 ReportPage = Annotated[Path | None, typer.Option("--report", help="HTML page that is updated while rounds finish.")]
 Track = Annotated[str, typer.Option(help="Also log to tensorboard, mlflow or wandb.")]
-Jobs = Annotated[int | None, typer.Option(min=1, help="Number of processes. [default: one per core]")]
+CORES = os.cpu_count() or 1
+Jobs = Annotated[int, typer.Option(min=1, show_default=False, help="Number of processes. [default: one per core]")]
 REUSED = "start the same command again: runs that are complete are reused"  # said after an interrupt
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fedcontext.cli.options import REUSED, Jobs, Quiet, interruptible
+from fedcontext.cli.options import CORES, REUSED, Jobs, Quiet, interruptible
 from fedcontext.cli.tables import progress
 from fedcontext.console import print_line
 
@@ -22,7 +21,7 @@ def reproduce(
     ] = False,
     out_dir: Annotated[Path, typer.Option("--out", help="Directory for records and figures.")] = Path("runs/paper"),
     docs: Annotated[Path, typer.Option(help="Directory for the reproduction.md of claims.")] = Path("docs"),
-    jobs: Jobs = None,
+    jobs: Jobs = CORES,
     quiet: Quiet = False,
 ) -> None:
     """Repeat the paper's experiments: records, figures (PNG and PDF), and with `claims` a verdict on each claim."""
@@ -43,7 +42,7 @@ def reproduce(
         missing = missing_experiments(experiments_of(series, quick), out_dir)
         total = sum(run.rounds for run in missing)
         with interruptible(out_dir, REUSED), progress(study.name, total, quiet) as on_round:
-            run_experiments(missing, out_dir, jobs or os.cpu_count() or 1, on_round)
+            run_experiments(missing, out_dir, jobs, on_round)
         figure_paths = draw_figures(study, read_records(series, out_dir, quick), out_dir / "figures")
         for path in figure_paths if not quiet else ():
             print_line(f"{study.name}: {path}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ import typer
 from fedcontext.callbacks import follow
 from fedcontext.callbacks.trackers import tracked_to
 from fedcontext.cli.options import (
+    CORES,
     OPTIONS,
     AsJson,
     Jobs,
@@ -98,7 +98,7 @@ def compare(
     figure: Annotated[
         Path | None, typer.Option(help="Draw loss and accuracy into this file (.png, .pdf, .svg).")
     ] = None,
-    jobs: Jobs = None,
+    jobs: Jobs = CORES,
     resume: Resume = False,
     levels: Levels = DEFAULT_LEVELS,
     report: ReportPage = None,
@@ -120,7 +120,7 @@ def compare(
         follow(experiments, out_dir, quiet=quiet, report=report, track=track) as on_round,
     ):
         run_each = partial(run_one, resume=resume)
-        results = run_all(experiments, out_dir, jobs or os.cpu_count() or 1, on_round, run=run_each)
+        results = run_all(experiments, out_dir, jobs, on_round, run=run_each)
     runs: dict[str, Runs] = defaultdict(lambda: defaultdict(list))
     for experiment, records in zip(experiments, results, strict=True):
         runs[experiment.dataset][experiment.algorithm].append((experiment, records))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fedcontext.cli.options import REUSED, Jobs, Quiet, command_line, distinct, interruptible, results_folder
+from fedcontext.cli.options import CORES, REUSED, Jobs, Quiet, command_line, distinct, interruptible, results_folder
 from fedcontext.cli.tables import plain_table, progress
 from fedcontext.console import out, print_line
 
@@ -23,7 +22,7 @@ def stress(
     out_dir: Annotated[Path, typer.Option("--out", help="Directory for records and results.")] = Path("runs/stress"),
     docs: Annotated[Path | None, typer.Option(help="Also write reliability.md and reliability.json here.")] = None,
     device: Annotated[str, typer.Option(help="Compute device of the CNN: cpu or cuda.")] = "cpu",
-    jobs: Jobs = None,
+    jobs: Jobs = CORES,
     quiet: Quiet = False,
 ) -> None:
     """Run all methods under every fault and attack, and write reliability.md and reliability.json into --out.
@@ -40,7 +39,7 @@ def stress(
     with interruptible(folder, REUSED):
         made = run_all(
             folder,
-            jobs or os.cpu_count() or 1,
+            jobs,
             tasks=chosen,
             conditions=conditions,
             seeds=SEEDS[:1] if quick else SEEDS,
