@@ -219,14 +219,13 @@ def named(kind: str, given: Structures | None) -> dict[str, Structure]:
     """
     if given is None:
         return {}
-    if isinstance(given, Mapping):
-        by_name = {f"{kind} {key}": value for key, value in given.items()}
-        if len(by_name) < len(given):
-            raise FedcontextError(f"two of the names {', '.join(map(repr, given))} are the same as text")
-        return by_name
-    if not isinstance(given, list | tuple) and not hasattr(given, "__len__"):
+    if not hasattr(given, "__len__"):
         raise FedcontextError(f"updates and gradients must be sequences or mappings, got {type(given).__name__}")
-    return {f"{kind} {index}": value for index, value in enumerate(given)}
+    items = given.items() if isinstance(given, Mapping) else enumerate(given)
+    by_name = {f"{kind} {key}": value for key, value in items}
+    if len(by_name) < len(given):
+        raise FedcontextError(f"two of the names {', '.join(map(repr, given))} are the same as text")
+    return by_name
 
 
 def names_of(given: Structures | None, prefix: str = "") -> list[Name]:

@@ -190,12 +190,9 @@ def gather(
 
 
 def _to_floats(features: npt.NDArray[Any]) -> Features:
-    floats: Features
     if features.dtype == np.uint8:
-        floats = np.divide(features, 255, dtype=np.float32)
-    else:
-        floats = features.astype(features.dtype.newbyteorder("="), copy=False)
-    return floats
+        return np.asarray(np.divide(features, 255, dtype=np.float32))
+    return features.astype(features.dtype.newbyteorder("="), copy=False)
 
 
 def _offsets(parts: Sequence[npt.NDArray[Any]]) -> IntArray:

@@ -60,10 +60,7 @@ def curve(axis: Any, index: int, label: str, seeds: Sequence[Sequence[RoundRecor
 
 def new_figure(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Any, Any]:
     """Return a figure that needs no display, and its axes as a (rows, columns) array."""
-    from matplotlib.figure import Figure
-
-    require("matplotlib", extra="plot")
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = require("matplotlib.figure", extra="plot").Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     for axis in axes.flat:
         axis.grid(alpha=0.25, linewidth=0.6)

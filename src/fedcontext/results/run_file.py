@@ -146,7 +146,7 @@ def _is_finished(path: Path) -> bool:
         head, records = read_run(path)
     except FedcontextError:
         return False
-    rounds = head["settings"].get("rounds") if isinstance(head["settings"], dict) else None
+    rounds = head["settings"].get("rounds")
     return isinstance(rounds, int) and len(records) >= rounds
 
 
