@@ -124,6 +124,18 @@ def test_short_updates_are_left_behind_faster_with_the_secant(seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
+def test_the_anchor_waits_while_the_loss_is_not_convex(seed):
+    problem, w, last, memory = Quadratic(seed), np.zeros(60), None, None
+    for _ in range(4):
+        _, updates, gradients, differences = problem.round(w, last)
+        sums = summed(updates, gradients, None if last is None else -differences)  # steeper after every step
+        step, memory, info = memory_step(sums, memory, MemorySettings(), population=40)
+        np.testing.assert_allclose(step, updates.mean(axis=0))
+        assert info["anchor"] == MemorySettings().anchor
+        last, w = w, w + step
+
+
+@pytest.mark.parametrize("seed", range(4))
 def test_there_is_no_momentum_after_a_step_along_which_the_loss_only_rose(seed):
     problem, w, last, memory = Quadratic(seed), np.zeros(60), None, None
     for _ in range(4):

@@ -179,7 +179,7 @@ def memory_step(
     anchor = float(np.clip(memory.anchor * settings.growth**-on_deviations, settings.floor / 2, settings.largest))
     most = np.inf
     if not memory.deviation.any():  # nothing is known of deviations yet
-        ahead = min(settings.secant * _steps_ahead(on_steps), settings.stretch)
+        ahead = min(settings.secant * _steps_ahead(on_steps), settings.stretch) if bend > 0 else 0.0
         most, anchor = max(settings.trial * settings.growth**-on_steps, ahead) * lengths[MEAN], max(anchor, ahead)
     deviation = _shortened(_shortened(_combined(x, unit), limit) - d, min(most, anchor * reference))
     if norm(deviation) <= ROUNDING * reference:
@@ -260,11 +260,9 @@ def _evidence(g: FloatArray, y: FloatArray, move: FloatArray) -> FloatArray:
 def _steps_ahead(evidence: float) -> float:
     """Return how many lengths of a move ahead the slopes at its ends say the minimum is: σ₁ / (σ₀ - σ₁) = -e / (1 + 2e).
 
-    Zero where the move went too far, and infinite where the slope is as steep as it was.
+    Zero where the move went too far, and where the slope is as steep as it was: then there is no minimum to go to.
     """
-    if evidence >= 0:
-        return 0.0
-    return -evidence / (1 + 2 * evidence) if evidence > -0.5 else np.inf
+    return -evidence / (1 + 2 * evidence) if -0.5 < evidence < 0 else 0.0
 
 
 def _hessian(
