@@ -29,6 +29,7 @@ SETTINGS = {
     "plain SGD, lr 0.1": (10, 1.0, 0.1, "sgd"),
 }
 QUICK = ("10 nodes, lr 0.02", "10 nodes, lr 0.1", "2 nodes, lr 0.02")
+FEWER_SAMPLES = 3_000  # for settings whose accuracy the documentation does not quote
 
 
 @pytest.fixture
@@ -71,6 +72,8 @@ def test_three_lines_have_at_least_fedavgs_accuracy_after_six_rounds(
     caplog.set_level("WARNING", "flwr")
     nodes, fraction, lr, optimizer = SETTINGS[setting]
     monkeypatch.setattr(images, "OPTIMIZER", optimizer)
+    if setting not in QUICK:
+        monkeypatch.setattr(images, "SAMPLES", FEWER_SAMPLES)
     results = {}
     for changed in (False, True):
         scores = []

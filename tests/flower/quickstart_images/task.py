@@ -58,9 +58,10 @@ def load_data(partition_id: int, num_partitions: int, batch_size: int) -> tuple[
 
 def train(net: nn.Module, loader: DataLoader, epochs: int, lr: float) -> float:
     if OPTIMIZER == "adam":
-        optimizer: torch.optim.Optimizer = torch.optim.Adam(net.parameters(), lr=lr)
+        optimizer: torch.optim.Optimizer = torch.optim.Adam(net.parameters(), lr=lr, fused=True)
     else:
-        optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9 if OPTIMIZER == "momentum" else 0.0)
+        momentum = 0.9 if OPTIMIZER == "momentum" else 0.0
+        optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum, fused=True)
     total = 0.0
     net.train()
     for _ in range(epochs):
