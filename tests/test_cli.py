@@ -506,11 +506,11 @@ def test_the_levels_of_the_table_can_be_chosen(tmp_path):
 
 
 def test_a_comparison_that_resumes_continues_each_run_and_equals_one_without_a_break(tmp_path):
-    command = "compare", "--algorithms", "fedavg,fedavg-memory", "--seeds", "3", "--jobs", "2", "--rounds"
-    program(*command, 2, "--resume", "--out", "resumed", cwd=tmp_path)
-    done = program(*command, 4, "--resume", "--out", "resumed", cwd=tmp_path)
+    command = "compare", "--algorithms", "fedavg,fedavg-memory", "--seeds", "3", "--rounds"
+    call(*command, 2, "--resume", "--jobs", 1, "--out", "resumed", cwd=tmp_path)
+    done = program(*command, 4, "--resume", "--jobs", 2, "--out", "resumed", cwd=tmp_path)
     assert done.stderr.count("continuing after round 2 of resumed") == 2
-    program(*command, 4, "--out", "once", cwd=tmp_path)
+    call(*command, 4, "--jobs", 1, "--out", "once", cwd=tmp_path)
     names = sorted(path.name for path in (tmp_path / "once").glob("*.jsonl"))
     assert len(names) == 2
     for name in names:
