@@ -171,15 +171,6 @@ def test_a_preset_leaves_the_algorithms_of_a_comparison(tmp_path):
     assert list(json.loads(call("compare", *FEW, *options, "--json", cwd=tmp_path).stdout)) == ["fedavg", "folb"]
 
 
-@pytest.mark.parametrize("command", ["run", "compare"])
-def test_quiet_prints_nothing_while_the_engine_compiles(tmp_path, command):
-    pytest.importorskip("numba")
-    options = ("--rounds", "1", "--dataset", "synthetic-iid", "--engine", "numba")
-    done = program(command, *options, "--quiet", cwd=tmp_path, NUMBA_CACHE_DIR=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert list((tmp_path / "runs").glob("*.jsonl"))
-
-
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])
 def test_the_saved_model_is_that_of_the_last_round(tmp_path, suffix):
     path = tmp_path / "models" / f"model.{suffix}"

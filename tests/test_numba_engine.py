@@ -144,19 +144,45 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch):
     assert evaluation == single_evaluation
 
 
-def test_a_process_that_compiles_and_one_that_loads_the_cache_agree_to_the_bit(tmp_path):
-    program = """
+def in_a_process(cache, program, *arguments):
+    environment = {**os.environ, "NO_COLOR": "1", "NUMBA_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+
+
+TRAIN = """
 import fedcontext as fc
 print([record.loss for record in fc.train(dataset="synthetic-iid", rounds=2, engine="numba").records])
 """
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    first, second = (
-        subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-        for _ in range(2)
-    )
+
+
+@pytest.fixture(scope="module")
+def compilation(tmp_path_factory):
+    """A cache, and the process that filled it."""
+    cache = tmp_path_factory.mktemp("cache")
+    return cache, in_a_process(cache, TRAIN)
+
+
+@pytest.mark.xdist_group("compilation")
+def test_a_process_that_compiles_and_one_that_loads_the_cache_agree_to_the_bit(compilation):
+    cache, first = compilation
+    second = in_a_process(cache, TRAIN)
     assert first.stdout == second.stdout
     assert first.stderr.splitlines() == ["compiling the numba engine for this machine, once ..."]
     assert second.stderr == ""
+
+
+@pytest.mark.xdist_group("compilation")
+@pytest.mark.parametrize("command", ["run", "compare"])
+def test_quiet_prints_nothing_while_the_engine_compiles(compilation, tmp_path, command):
+    cache, _ = compilation
+    function = sorted(cache.rglob("*.nbi"))[1]
+    function.unlink()  # one is compiled anew: all would take seconds
+    options = ("--rounds", 1, "--dataset", "synthetic-iid", "--engine", "numba", "--quiet", "--out", tmp_path)
+    done = in_a_process(cache, "from fedcontext.cli import main; main()", command, *options)
+    assert (done.stdout, done.stderr) == ("", "")
+    assert function.exists()
+    assert list(tmp_path.glob("*.jsonl"))
 
 
 def test_a_function_without_a_source_file_is_compiled_but_not_cached():
