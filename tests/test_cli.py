@@ -451,14 +451,19 @@ NO_CHECKPOINT = "there is no checkpoint to continue from: with --resume one is w
 
 def interrupted(*arguments, cwd, runs, says):
     """Return the records of a command that is interrupted once so many runs have a few rounds, and says how to go on."""
-    command = [*PROGRAM, *arguments, "--rounds", "100000", "--engine", "reference", "--quiet"]
+    program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a background job ignores it
+    command = [sys.executable, "-c", f"{program}; {PROGRAM[-1]}", *arguments]
+    command += ["--rounds", "100000", "--engine", "reference", "--quiet"]
     with subprocess.Popen(command, cwd=cwd, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 90
-        while sum(file.read_text().count("\n") > 3 for file in cwd.glob("runs/*.jsonl")) < runs:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        try:
+            deadline = time.monotonic() + 90
+            while sum(file.read_text().count("\n") > 3 for file in cwd.glob("runs/*.jsonl")) < runs:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert f"interrupted: completed rounds are in runs; {says}\n" in errors
     assert "Traceback" not in errors
@@ -519,6 +524,7 @@ class Interrupt:
         if name == "fedcontext.runner" and "--multiprocessing-fork" in sys.orig_argv:
             os.killpg(0, signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 sys.meta_path.insert(0, Interrupt())
 """)
     command = [*PROGRAM, "compare", "--rounds", "100000", "--engine", "reference", "--quiet", "--jobs", "2"]
@@ -531,7 +537,10 @@ sys.meta_path.insert(0, Interrupt())
         text=True,
         start_new_session=True,
     ) as process:
-        _, errors = process.communicate(timeout=60)
+        try:
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert "interrupted" in errors
     assert "Traceback" not in errors
