@@ -89,3 +89,13 @@ def _error_of(path):
     except FedcontextError as error:
         return str(error).removeprefix(f"{path.parent}/").partition(" (")[0]
     return ""
+
+
+@pytest.mark.parametrize("dtype", ["?", *(f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8))])
+def test_booleans_and_all_integers_of_safetensors_are_mapped(tmp_path, dtype):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    array = np.array([0, 1, 1], dtype)
+    safetensors.save_file({"w": array}, tmp_path / "a.safetensors")
+    mapped = fc.open_memmap(tmp_path / "a.safetensors")["w"]
+    assert mapped.dtype == array.dtype
+    assert (mapped == array).all()

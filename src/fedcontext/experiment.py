@@ -259,8 +259,8 @@ def check_names(names: Collection[str], known: Collection[str] = SETTINGS, sourc
     """
     for name in names:
         if name not in known:
-            found = nearest(name, {**dict.fromkeys(known), **SETTING_OF})
-            hint = did_you_mean(SETTING_OF.get(found, found))
+            similar = nearest(name, {**dict.fromkeys(known), **SETTING_OF})
+            hint = did_you_mean(SETTING_OF.get(similar, similar))
             raise FedcontextError(f"{source}unknown setting {shown(name)}{hint} The settings are {', '.join(known)}")
 
 

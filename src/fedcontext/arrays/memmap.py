@@ -13,7 +13,7 @@ import numpy as np
 from fedcontext.arrays.tree import Structure
 from fedcontext.errors import FedcontextError, shortened
 
-DTYPES = {"F64": "f8", "F32": "f4", "F16": "f2", "BOOL": "b1"}  # of safetensors, in NumPy's words
+DTYPES = {"F64": "f8", "F32": "f4", "F16": "f2", "BOOL": "b1"}  # NumPy's dtype by the name that safetensors gives it
 DTYPES |= {f"{kind.upper()}{8 * size}": f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)}
 # What we and NumPy raise for malformed headers; Python's parser raises MemoryError for some that are nested deeply.
 MALFORMED = (

@@ -28,7 +28,7 @@ def reproduce(
     from fedcontext.paper import document, figures
     from fedcontext.paper.experiments import STUDIES, experiments_of, get_study
     from fedcontext.paper.reproduce import draw_figures, read_records, run_experiments
-    from fedcontext.runner import missing_experiments
+    from fedcontext.runner import complete_records
 
     figures.check_path(Path("figure.png"))
     if experiment == "claims":
@@ -39,7 +39,7 @@ def reproduce(
     studies = list(STUDIES.values()) if experiment == "all" else [get_study(experiment)]
     for study in studies:
         series = study.quick_series() if quick else study.series
-        missing = missing_experiments(experiments_of(series, quick), out_dir)
+        missing = [each for each in experiments_of(series, quick) if complete_records(each, out_dir) is None]
         total = sum(run.rounds for run in missing)
         with interruptible(out_dir, REUSED), progress(study.name, total, quiet) as on_round:
             run_experiments(missing, out_dir, jobs, on_round)

@@ -1,4 +1,4 @@
-"""Gradients on the wire: their leaves as they are, or one few-bit code of all of them (`fedcontext.compression.codec`)."""
+"""What our messages add to Flower's: the previous params, and gradients as they are or as few-bit codes (`compression.codec`)."""
 
 from __future__ import annotations
 

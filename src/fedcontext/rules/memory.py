@@ -42,9 +42,9 @@ class MemorySettings:
     least_trust: float = 0.2  # lower limit of the trust, the factor of the longest step
     reach: float = 3.0  # the model's minimiser is cut to reach x trust x R, R the larger of ‖d‖ and its running mean
     momentum: float = 0.8  # largest multiple of the previous step
-    restart: float = 2.0  # it is multiplied by restart x (1 - e), at most by 1, with e the evidence on that step alone
+    restart: float = 2.0  # momentum is multiplied by min(1, restart x (1 - e)), e the evidence on the last step alone
     anchor: float = 0.6  # first limit of ‖step - d‖ / R
-    growth: float = 16.0  # largest factor by which one round can change that limit; evidence scales `trial` by up to it
+    growth: float = 16.0  # largest factor by which evidence can change that limit in one round; it scales `trial` too
     trust_growth: float = 4.0  # the same for trust
     evidence_decay: float = 0.3  # share of the past rounds' evidence that a round keeps: a single round's is noisy
     stretch: float = 4.0  # and to so many times the length of the last step, or to that of d if it is longer
@@ -55,7 +55,7 @@ class MemorySettings:
     largest: float = 100.0  # upper limit of trust and anchor
     surge: float = 3.0  # d counts as at most so many times as long as its running mean
     trial: float = 0.3  # limit of ‖step - d‖ / ‖d‖ where the last step was d, x growth^-e with e the evidence on steps
-    secant: float = 0.25  # or this share of the distance to the minimum along d by the slopes at its ends, if longer
+    secant: float = 0.25  # or this share of the distance to the minimum that the slopes along such steps say, if longer
     scaled_gradient: bool = True  # whether q is a direction
 
     def __post_init__(self) -> None:
@@ -176,9 +176,10 @@ def memory_step(
     length = settings.decay * memory.length + (1 - settings.decay) * lengths[MEAN]
     reference = max(lengths[MEAN], length)
     limit = min(settings.reach * trust * reference, max(settings.stretch * lengths[PREVIOUS], lengths[MEAN]))
-    anchor = float(np.clip(memory.anchor * settings.growth**-on_deviations, settings.floor / 2, settings.largest))
-    most = np.inf
-    if not memory.deviation.any():  # nothing is known of deviations yet
+    anchor, most = memory.anchor, np.inf
+    if moved[1]:
+        anchor = float(np.clip(anchor * settings.growth**-on_deviations, settings.floor / 2, settings.largest))
+    elif anchor:  # nothing is known of deviations yet
         ahead = min(settings.secant * _steps_ahead(on_steps), settings.stretch) if bend > 0 else 0.0
         most, anchor = max(settings.trial * settings.growth**-on_steps, ahead) * lengths[MEAN], max(anchor, ahead)
     deviation = _shortened(_shortened(_combined(x, unit), limit) - d, min(most, anchor * reference))
@@ -260,7 +261,7 @@ def _evidence(g: FloatArray, y: FloatArray, move: FloatArray) -> FloatArray:
 def _steps_ahead(evidence: float) -> float:
     """Return how many lengths of a move ahead the slopes at its ends say the minimum is: σ₁ / (σ₀ - σ₁) = -e / (1 + 2e).
 
-    Zero where the move went too far, and where the slope is as steep as it was: then there is no minimum to go to.
+    Zero where the move went too far, and where the slope is as steep as before or steeper: then there is no minimum ahead.
     """
     return -evidence / (1 + 2 * evidence) if -0.5 < evidence < 0 else 0.0
 
