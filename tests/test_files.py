@@ -439,3 +439,30 @@ def test_records_that_a_run_cannot_resume_from_are_named_with_the_way_out(tmp_pa
         path.write_text("\n".join(lines) + "\n")
     with pytest.raises(FedcontextError, match=r"cannot resume after round 3: .*delete the run's checkpoint"):
         runner.run(experiment, tmp_path, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("records", "reason"),
+    [
+        ([fc.RoundRecord(number=0)], "rounds count from 1 and go up: got number 0 after 0"),
+        ([fc.RoundRecord(number=1), fc.RoundRecord(number=1)], "got number 1 after 1"),
+        ([fc.RoundRecord(number="1")], "got number '1' after 0"),
+        ([{"number": 1}], "records must be RoundRecord objects"),
+    ],
+    ids=str,
+)
+def test_records_that_could_not_be_read_back_are_refused(tmp_path, records, reason):
+    with pytest.raises(fc.FedcontextError, match=reason):
+        fc.write_records(tmp_path / "run.jsonl", {"dataset": "hospitals"}, records)
+
+
+def test_a_report_is_a_page_whose_name_says_so(tmp_path):
+    fc.write_records(tmp_path / "run.jsonl", {"dataset": "hospitals"}, [fc.RoundRecord(number=1, loss=0.5)])
+    with pytest.raises(fc.FedcontextError, match="a report is an HTML page"):
+        write_report(str(tmp_path), tmp_path / "report.pdf")
+    assert write_report(str(tmp_path), tmp_path / "report.html") == []
+
+
+def test_a_missing_checkpoint_is_named_without_advice_to_delete_it(tmp_path):
+    with pytest.raises(fc.FedcontextError, match=r"run.safetensors: no such checkpoint$"):
+        checkpoint.load(tmp_path / "run.safetensors", like=np.zeros(2))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fedcontext as fc
 from fedcontext.compression.codec import Codec
 from fedcontext.errors import FedcontextError
 from fedcontext.measurement.sums import Sums
@@ -269,5 +270,18 @@ def test_the_error_of_a_mean_gradient_is_the_one_expected_also_where_all_devices
 
 @pytest.mark.parametrize("settings", [{"reach": -3.0}, {"decay": float("nan")}], ids=str)
 def test_negative_constants_are_refused(settings):
-    with pytest.raises(FedcontextError, match=f"{next(iter(settings))} must not be negative"):
+    with pytest.raises(FedcontextError, match=f"{next(iter(settings))} must be a number that is not negative"):
         MemorySettings(**settings)
+
+
+def test_settings_that_are_none_are_refused_at_once():
+    with pytest.raises(FedcontextError, match=r"settings must be fc.MemorySettings\(...\) or None, got 3"):
+        fc.contextual_memory(3)
+    with pytest.raises(FedcontextError, match="decay must be a number that is not negative, got 'x'"):
+        MemorySettings(decay="x")
+
+
+@pytest.mark.parametrize("population", [0, -1, True, 2.5, "8", np.nan])
+def test_a_population_that_is_no_count_is_refused(population):
+    with pytest.raises(FedcontextError, match="population must be the number of devices in all"):
+        fc.aggregate(np.zeros(2), [np.ones(2)], rule=fc.mean(), population=population)

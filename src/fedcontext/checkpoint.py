@@ -112,11 +112,13 @@ def _read_newest(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the content and the tensors of the checkpoint, or of the one before it."""
     earlier = previous(path)
     try:
-        if path.exists() or not earlier.exists():
+        if not path.exists() and not earlier.exists():
+            raise FedcontextError(f"{path}: no such checkpoint")
+        if path.exists():
             return _read(path)
     except _Damaged as error:
         if not earlier.exists():
-            raise FedcontextError(f"{error}: delete it to start anew") from None
+            raise FedcontextError(f"{error}: give another file, or delete it to start anew") from None
         LOG.warning("%s; resuming from the one before it", error)
     try:
         content = _read(earlier)

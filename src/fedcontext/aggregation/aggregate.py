@@ -8,7 +8,14 @@ from dataclasses import replace
 from fedcontext.aggregation.application import Inputs, apply_step, apply_weights
 from fedcontext.aggregation.combine import largest_entries
 from fedcontext.aggregation.result import Aggregation
-from fedcontext.aggregation.validation import check_defences, check_state, output_leaves, select_leaves, validate
+from fedcontext.aggregation.validation import (
+    check_defences,
+    check_population,
+    check_state,
+    output_leaves,
+    select_leaves,
+    validate,
+)
 from fedcontext.arrays.tree import SCRATCH, Leaves, Structure, kind_of, leaves, size_of
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.measurement.defences import OFF, Defences
@@ -112,6 +119,7 @@ def aggregate(
         )
     )
     check_defences(defences)
+    check_population(report.population)
     base, defences = leaves(params), OFF if defences is None else defences
     measured, averaged = _measured_and_averaged(base, layers if isinstance(rule, Rule) else None, buffers)
     vectors = validate(report, base, set(measured), strict=not defences.outlier)

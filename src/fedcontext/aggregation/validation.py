@@ -82,6 +82,22 @@ def validate(report: Report, base: Leaves, measured: set[str], strict: bool = Tr
     )
 
 
+def check_population(population: object) -> None:
+    """Raise an error for anything but a positive integer or None.
+
+    >>> check_population(0)
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: population must be the number of devices in all, a positive integer, got 0
+    """
+    if population is None:
+        return
+    if isinstance(population, bool) or not isinstance(population, int | np.integer) or population < 1:
+        raise FedcontextError(
+            f"population must be the number of devices in all, a positive integer, got {shown(population)}"
+        )
+
+
 def check_defences(defences: object) -> None:
     """Raise an error for anything but `Defences` or None.
 

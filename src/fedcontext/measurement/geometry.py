@@ -59,7 +59,7 @@ class Geometry:
     def slope(self) -> FloatArray:
         """(M,) <∇f, Δk>, with ∇f estimated by the weighted mean of the probes' gradients."""
         if self.slopes is None:
-            raise FedcontextError("this geometry has no gradient; measure it with gradients")
+            raise FedcontextError("this geometry has no gradient: a rule that uses slopes declares needs=('gradient',)")
         return shares(self.probe_weights, len(self.slopes)) @ self.slopes
 
     @property

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import FedcontextError, shown
 from fedcontext.files.storage import check_target, clean, make_folder, naming, write_text
 from fedcontext.records import RoundRecord, Settings, manifest, read_lines, read_run, stream_records, to_json
 
@@ -36,8 +36,20 @@ def write_records(path: str | Path, settings: Settings, records: Iterable[RoundR
     ('hospitals', True)
     """
     with open_run(Path(path), settings) as (active, _):
-        for _ in append_records(active, settings, records):
+        for _ in append_records(active, settings, _checked(records)):
             pass
+
+
+def _checked(records: Iterable[RoundRecord]) -> Iterator[RoundRecord]:
+    """Yield the records; raise an error for one whose number is not above the last one's, from 1."""
+    last = 0
+    for record in records:
+        if not isinstance(record, RoundRecord):
+            raise FedcontextError(f"records must be RoundRecord objects, got {shown(record)}")
+        if not isinstance(record.number, int) or record.number <= last:
+            raise FedcontextError(f"rounds count from 1 and go up: got number {shown(record.number)} after {last}")
+        last = record.number
+        yield record
 
 
 def append_records(path: Path, settings: Settings, records: Iterable[RoundRecord]) -> Iterator[RoundRecord]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from fedcontext.arrays.tree import FloatArray, Structure
-from fedcontext.errors import FedcontextError, positive
+from fedcontext.errors import FedcontextError, positive, shown
 from fedcontext.measurement.combination import Combination
 from fedcontext.measurement.geometry import Geometry
 from fedcontext.measurement.sums import Sums
@@ -111,6 +111,8 @@ def stateless(
     >>> weights
     array([1., 0., 0.])
     """
+    if not callable(weigh):
+        raise FedcontextError(f"weigh must be a function of the geometry, got {shown(weigh)}")
     beta = None if smoothness is None else positive("smoothness", smoothness)
     needs = (needs,) if isinstance(needs, str) else needs
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from fedcontext.arrays.tree import FloatArray
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import FedcontextError, shown
 from fedcontext.measurement.sums import Sums, dot
 from fedcontext.rules.base import State, SumRule
 from fedcontext.rules.curvature import TINY, along, fitted, gram, norm, with_secant
@@ -60,8 +60,8 @@ class MemorySettings:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not value >= 0:
-                raise FedcontextError(f"{name} must not be negative, got {value}")
+            if not (isinstance(value, int | float) and value >= 0):
+                raise FedcontextError(f"{name} must be a number that is not negative, got {shown(value)}")
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,8 @@ def contextual_memory(settings: MemorySettings | None = None) -> SumRule:
     'contextual memory'
     """
     chosen = MemorySettings() if settings is None else settings
+    if not isinstance(chosen, MemorySettings):
+        raise FedcontextError(f"settings must be fc.MemorySettings(...) or None, got {shown(settings)}")
 
     def step(sums: Sums, state: State, population: int | None) -> tuple[FloatArray, State, dict[str, Any]]:
         memory = None if state is None else _memory_of(state, sums.size, chosen)

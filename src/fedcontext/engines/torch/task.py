@@ -153,8 +153,11 @@ class Task:
             try:
                 outputs = self.outputs(self.initial_params(), features)
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
-                reason = f"samples of shape {tuple(features.shape[1:])} ({first_line(error)}); set input_shape"
-                raise FedcontextError(f"the module does not accept {reason}") from error
+                reason = f"samples of shape {tuple(features.shape[1:])} ({first_line(error)})"
+                advice = "if they are flat images, give engine=TorchEngine(data, module, input_shape=(1, 28, 28))"
+                raise FedcontextError(f"the module does not accept {reason}; {advice}") from error
+            if not isinstance(outputs, torch.Tensor):
+                raise FedcontextError(f"the module must return a tensor, got {type(outputs).__name__}")
             if self.loss is cross_entropy and not (outputs.ndim == 2 and outputs.shape[1] >= self.classes):
                 raise FedcontextError(
                     f"the module must return ({count}, {self.classes}) outputs for {count} samples, "
