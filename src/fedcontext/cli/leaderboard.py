@@ -114,7 +114,7 @@ def tune(
     quiet: Quiet = False,
 ) -> None:
     """Try all combinations of a grid of settings, and print the best one as TOML."""
-    from fedcontext.leaderboard.tuning import candidate_scores, run_missing, tuning_experiments
+    from fedcontext.leaderboard.tuning import PENALTY, candidate_scores, run_missing, tuning_experiments
     from fedcontext.leaderboard.tuning import tune as choose
 
     check_folder(out_dir)
@@ -132,6 +132,10 @@ def tune(
     ]
     if not quiet:
         out.print(plain_table((*entrant.grid, "mean rounds", "final loss", ""), rows))
+        percents = "/".join(f"{100 * level:g}" for level in task.levels)
+        out.print(
+            f"mean rounds: to {percents} % accuracy; a level that is not reached counts as {PENALTY:g} times all rounds"
+        )
     chosen = experiment_from({**settings, **best})
     typer.echo(to_toml({name: getattr(chosen, name) for name in (*settings, *best)}), nl=False)
 

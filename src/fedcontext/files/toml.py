@@ -23,8 +23,11 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(content.decode("utf-8"))
     except RecursionError:
         raise FedcontextError(f"{path}: cannot be read (it is nested too deeply)") from None
-    except (OSError, ValueError) as error:
-        raise FedcontextError(f"{path}: cannot be read ({error})") from None
+    except OSError as error:
+        raise FedcontextError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        hint = ": records are no settings, give the .toml file beside them" if path.suffix == ".jsonl" else ""
+        raise FedcontextError(f"{path}: cannot be read ({error}){hint}") from None
 
 
 def to_toml(settings: Mapping[str, Any]) -> str:
