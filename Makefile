@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
-# Python compiles what is imported, when it is first imported: a fifth of all modules that pip would compile.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Else every process of the tests would compile this package again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test pytest lint browser core-check docs reproduction bench clean
@@ -12,8 +12,7 @@ demo: .venv/demo.done  ## FedAvg, FedAdam, contextual as printed and the default
 	$(BIN)/fedcontext compare --dataset synthetic-1-1,synthetic-iid --rounds 60 --seeds 0,1,2 \
 	  --algorithms fedavg,fedadam,fedavg-contextual,fedavg-memory --out runs/demo --figure $(FIGURE)
 
-test:  ## Everything CI checks; the browser is installed beside the packages, and the linters run beside the tests
-	+@$(MAKE) --no-print-directory --jobs=2 lint pytest
+test: lint pytest  ## Everything CI checks
 
 pytest: .venv/test.done browser
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup

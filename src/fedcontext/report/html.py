@@ -48,13 +48,13 @@ def check_page(path: Path) -> None:
     fedcontext.errors.FileError: ...notes.html: exists and is not a report of fedcontext: use another path, or delete it
     """
     check_writable(path)
-    if path.suffix not in (".html", ".htm"):
-        raise FileError(f"{path}: a report is an HTML page: use a name that ends in .html")
     if path.exists():
         with naming(path), path.open("rb") as file:
             start = file.read(HEAD)
         if start and GENERATOR not in start:
             raise FileError(f"{path}: exists and is not a report of fedcontext: use another path, or delete it")
+    if path.suffix not in (".html", ".htm"):
+        raise FileError(f"{path}: a report is an HTML page: use a name that ends in .html")
 
 
 def to_json(value: object) -> str:
