@@ -274,7 +274,7 @@ def test_negative_constants_are_refused(settings):
         MemorySettings(**settings)
 
 
-def test_settings_that_are_none_are_refused_at_once():
+def test_settings_of_the_wrong_type_are_refused_at_once():
     with pytest.raises(FedcontextError, match=r"settings must be fc.MemorySettings\(...\) or None, got 3"):
         fc.contextual_memory(3)
     with pytest.raises(FedcontextError, match="decay must be a number that is not negative, got 'x'"):
@@ -285,3 +285,5 @@ def test_settings_that_are_none_are_refused_at_once():
 def test_a_population_that_is_no_count_is_refused(population):
     with pytest.raises(FedcontextError, match="population must be the number of devices in all"):
         fc.aggregate(np.zeros(2), [np.ones(2)], rule=fc.mean(), population=population)
+    with pytest.raises(FedcontextError, match="population must be the number of devices in all"):
+        fc.StreamedRound(np.zeros(2)).aggregate(fc.contextual_memory(), population=population)

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedcontext.aggregation.combine import add_step
 from fedcontext.aggregation.decision import step_of
-from fedcontext.aggregation.validation import check_state, checked_leaves
+from fedcontext.aggregation.validation import check_population, check_state, checked_leaves
 from fedcontext.arrays.tree import FloatArray, Leaves, Structure, kind_of, leaf_name, leaves, rebuild, size_of
 from fedcontext.errors import FedcontextError
 from fedcontext.measurement.sums import Sums, flat, unflat
@@ -79,6 +79,7 @@ class StreamedRound:
             raise FedcontextError(
                 f"rule must work on sums over devices, such as contextual_memory(), got {rule!r:.100}"
             )
+        check_population(population)
         check_state(rule, state, differences=self.differences > 0)
         self._check_enough(rule, state)
         state = rule.init(self.params) if state is None else state
