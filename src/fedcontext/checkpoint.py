@@ -229,7 +229,8 @@ def _to_numpy(name: str, leaf: Array) -> Any:
 def _like(path: Path, name: str, leaf: Array, tensors: Mapping[str, Any]) -> Array:
     """Return the saved leaf in the framework and on the device of ``leaf``."""
     saved, dtype = tensors.get(f"{PARAMS}{name}"), dtype_name(leaf)
-    expected = f"{'float32' if dtype == 'bfloat16' else dtype} {tuple(leaf.shape)}"  # bfloat16 is saved as float32, which represents it exactly
+    kind = "float32" if dtype == "bfloat16" else dtype  # which represents every bfloat16 exactly
+    expected = f"{kind} {tuple(leaf.shape)}"
     actual = "nothing" if saved is None else f"{saved.dtype} {saved.shape}"
     if saved is None or actual != expected:
         raise FedcontextError(f"{path}: {leaf_name(name)} must be {expected}, got {actual}")
