@@ -152,14 +152,15 @@ def test_buffers_and_leaves_outside_the_geometry_are_bounded_too():
     assert norm(layered.params["mean"]) <= 2 * norm(updates[0]["mean"])
 
 
-def test_a_reversed_gradient_is_not_used_by_the_rule_with_memory():
-    random = np.random.default_rng(0)
+@pytest.mark.parametrize("flatness", [1, 0.02])  # the liar's curvature in multiples of the others'
+def test_a_reversed_gradient_is_not_used_by_the_rule_with_memory(flatness):
+    random, sign = np.random.default_rng(0), np.where(np.arange(10) == 3, -flatness, 1)
     centres, scale = 1 + 0.3 * random.standard_normal((10, 40)), 10.0 ** random.uniform(-2, 0, 40)
     w, last, state = np.zeros(40), None, None
     for number in range(4):
         updates = {k: (1 - (1 - 0.3 * scale) ** 8) * (c - w) for k, c in enumerate(centres)}
-        gradients = {k: scale * (w - c) * (-1 if k == 3 else 1) for k, c in enumerate(centres)}
-        differences = None if last is None else [scale * (w - last) * (-1 if k == 3 else 1) for k in gradients]
+        gradients = {k: scale * (w - c) * sign[k] for k, c in enumerate(centres)}
+        differences = None if last is None else [scale * (w - last) * sign[k] for k in gradients]
         given = {"gradients": gradients, "differences": differences, "state": state}
         result = fc.aggregate(w, updates, rule=fc.contextual_memory(), **given)
         assert result.excluded == {}

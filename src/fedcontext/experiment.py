@@ -142,7 +142,7 @@ class Experiment:
     max_concavity: float = setting(
         SAFE.max_concavity,
         number(),
-        "Gradients with a negative curvature along the last step above this multiple of the median are not used (memory); 0 disables",
+        "Gradients whose difference has a negative cosine with the last step above this multiple of the median are not used (memory); 0 disables",
     )
     outlier: float = setting(
         SAFE.outlier,

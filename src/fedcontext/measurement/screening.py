@@ -166,7 +166,7 @@ def screen(
     devices, probing = vectors.names.devices, vectors.names.probes
     kept = _padded([name not in excluded for name in updates.names], len(update_norms)) > 0
     probes = _padded([name not in excluded for name in probing], len(vectors.probes)) > 0
-    concave = _concave(probing, curvatures, probes, defences.max_concavity)
+    concave = _concave(probing, curvatures, differences.norms, probes, defences.max_concavity)
     samples, weights = np.where(kept[: len(devices)], vectors.samples, 0), vectors.probe_weights
     weights = None if weights is None else np.where(probes, weights, 0)
     most, named_from = defences.max_samples, defences.max_samples if weighs else defences.outlier or np.inf
@@ -243,17 +243,23 @@ def _caps(names: Sequence[Name], counts: FloatArray | None, most: float, named_f
     return [(n, f"samples: {x:.3g} times the median, capped to {most:g}") for n, x in shares if x > named_from]
 
 
-def _concave(names: Sequence[Name], curvatures: FloatArray | None, probes: BoolArray, most: float) -> dict[Name, str]:
+def _concave(
+    names: Sequence[Name], curvatures: FloatArray | None, lengths: FloatArray, probes: BoolArray, most: float
+) -> dict[Name, str]:
     """Return whose gradients are not used: those with negative curvature where that of most devices is positive.
 
-    That is the mark of a reversed gradient: for a convex loss <∇F(w) - ∇F(w'), w - w'> is never negative.
+    That is the mark of a reversed gradient: for a convex loss <∇F(w) - ∇F(w'), w - w'> is never negative. Compared are
+    cosines, hence the ``lengths`` (P,) of the differences: some honest devices' curvature is a hundredth of the median.
     """
-    median = float(np.median(curvatures[probes])) if curvatures is not None and len(names) else 0.0
-    if curvatures is None or not most or not median > 0:
+    if curvatures is None or not most or not len(names):
+        return {}
+    cosines = np.divide(curvatures, lengths, out=np.zeros(len(curvatures)), where=lengths > 0)
+    median = float(np.median(cosines[probes]))
+    if not median > 0:
         return {}
     return {
-        name: f"gradient: its curvature along the last step is {share:.3g} times the median, and it is not used"
-        for name, share, used in zip(names, curvatures / median, probes, strict=True)
+        name: f"gradient: not used, its difference has {share:.3g} times the median cosine with the last step"
+        for name, share, used in zip(names, cosines / median, probes, strict=True)
         if used and share < -most
     }
 
