@@ -310,6 +310,7 @@ BAD = {
     "other form": ({"updates": [list(model(1).values())]}, "device 0: the structure differs"),
     "library": ({"updates": [broken(torch.from_numpy)]}, "device 0: leaf 'weight' must be a NumPy array, got PyTorch"),
     "no array": ({"updates": [broken(lambda x: 3.0)]}, "device 0: leaf 'weight' must be a NumPy, PyTorch or JAX array, got float"),
+    "module": ({"params": torch.nn.Linear(1, 1)}, r"got Linear; give its state_dict\(\)"),
     "NaN": ({"updates": [model(1), broken(with_nan, "bias")], "defences": None}, "device 1: leaf 'bias' has NaN or infinite entries"),
     "NaN in params": ({"params": broken(with_nan)}, "params: leaf 'weight' has NaN"),
     "NaN in the gradient": ({"gradient": broken(with_nan)}, "the gradient: leaf 'weight' has NaN"),

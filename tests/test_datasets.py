@@ -153,6 +153,13 @@ def test_partitions_lose_nothing_share_nothing_and_leave_nobody_empty(name, devi
 
 
 @pytest.mark.parametrize("name", PARTITIONERS)
+@pytest.mark.parametrize("devices", ["12", 2.5, 0, 100])
+def test_a_number_of_devices_that_cannot_be_is_refused(name, devices):
+    with pytest.raises(FedcontextError, match=r"devices must be a whole number, got|cannot be split into"):
+        PARTITIONERS[name](np.zeros(60, int), devices, 0)
+
+
+@pytest.mark.parametrize("name", PARTITIONERS)
 def test_more_devices_than_samples_are_refused(name):
     with pytest.raises(FedcontextError, match="cannot be split"):
         PARTITIONERS[name](np.zeros(3, int), 10, np.random.default_rng(0))

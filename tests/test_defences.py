@@ -141,6 +141,13 @@ def test_the_step_of_a_contextual_rule_does_not_feel_the_lengths_of_updates():
         assert set(other.clipped) == {0, 1, 2}
 
 
+@pytest.mark.parametrize("weight", [100.0, 1e160])  # the square of the second overflows
+def test_a_step_is_cut_to_its_longest_length_however_large_the_weights(weight):
+    rule = fc.stateless("long", lambda geometry: np.full(3, weight))
+    result = fc.aggregate(np.zeros(2), [np.array([3.0, 4.0])] * 3, rule=rule)
+    assert norm(result.params) == pytest.approx(10 * 5)
+
+
 def test_buffers_and_leaves_outside_the_geometry_are_bounded_too():
     params = {"w": np.zeros(3), "mean": np.zeros(2), "count": np.zeros(1, np.int64)}
     updates = [{"w": np.ones(3), "mean": np.ones(2), "count": np.ones(1, np.int64)} for _ in range(9)]

@@ -119,9 +119,10 @@ def test_fltrust_without_a_root_update_says_what_to_give():
 
 
 @pytest.mark.parametrize("rule", [fc.krum, fc.multi_krum, fc.trimmed_mean])
-def test_a_majority_of_liars_is_refused(rule):
-    with pytest.raises(FedcontextError, match=r"liars must be a share from 0 to below 0.5, got 0.5"):
-        rule(0.5)
+@pytest.mark.parametrize("share", [0.5, -0.1, "a"])
+def test_a_share_of_liars_that_is_none_or_a_majority_is_refused(rule, share):
+    with pytest.raises(FedcontextError, match=f"liars must be a share from 0 to below 0.5, got {share!r}"):
+        rule(share)
 
 
 def test_the_server_of_fltrust_holds_samples_of_its_own(small_data):

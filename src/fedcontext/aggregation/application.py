@@ -158,7 +158,9 @@ def _curvatures(rule: SumRule | CoordinateRule, inputs: Inputs) -> FloatArray | 
 def _limited(weights: FloatArray, geometry: Geometry, most: float) -> tuple[FloatArray, dict[str, Any]]:
     """Return the weights of a step of at most ``most`` median updates (0: of any length), and a note if it was longer."""
     gram = geometry.gram[: len(weights), : len(weights)]
-    length, limit = math.sqrt(max(float(weights @ gram @ weights), 0)), most * lower_median(np.sqrt(np.diag(gram)))
+    largest = float(np.abs(weights).max(initial=0)) or 1.0  # its square may overflow
+    length = largest * math.sqrt(max(float(weights / largest @ gram @ weights / largest), 0))
+    limit = most * lower_median(np.sqrt(np.diag(gram)))
     return (weights * limit / length, {"step_clipped": limit / length}) if 0 < limit < length else (weights, {})
 
 

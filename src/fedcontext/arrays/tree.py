@@ -151,7 +151,10 @@ def framework(array: Array, name: str = "") -> Framework:
     if known is None and isinstance(array, np.ndarray):  # a subclass defined outside NumPy
         known = _framework_of_module("numpy")
     if known is None:
-        raise FedcontextError(f"{leaf_name(name)} must be a NumPy, PyTorch or JAX array, got {type(array).__name__}")
+        advice = "; give its state_dict()" if hasattr(array, "state_dict") else ""
+        raise FedcontextError(
+            f"{leaf_name(name)} must be a NumPy, PyTorch or JAX array, got {type(array).__name__}{advice}"
+        )
     return known
 
 

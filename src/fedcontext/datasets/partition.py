@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedcontext.arrays.tree import FloatArray
-from fedcontext.errors import FedcontextError, positive
+from fedcontext.errors import FedcontextError, positive, shown
 from fedcontext.plan import IntArray
 
 
@@ -28,7 +28,7 @@ def shards(labels: IntArray, devices: int, random: np.random.Generator | int, pe
     2
     """
     labels, random = np.asarray(labels), np.random.default_rng(random)
-    _check(len(labels), devices * per_device)
+    _check(len(labels), devices, per_device)
     order = random.permutation(len(labels))
     pieces = np.array_split(order[np.argsort(labels[order], kind="stable")], devices * per_device)
     assigned = random.permutation(len(pieces)).reshape(devices, per_device)
@@ -78,6 +78,8 @@ def _fill_empty(parts: list[IntArray]) -> list[IntArray]:
     return parts
 
 
-def _check(samples: int, pieces: int) -> None:
-    if not 1 <= pieces <= samples:
-        raise FedcontextError(f"{samples} samples cannot be split into {pieces} parts of at least one")
+def _check(samples: int, devices: int, per_device: int = 1) -> None:
+    if not isinstance(devices, int | np.integer) or isinstance(devices, bool):
+        raise FedcontextError(f"devices must be a whole number, got {shown(devices)}")
+    if not 1 <= devices * per_device <= samples:
+        raise FedcontextError(f"{samples} samples cannot be split into {devices * per_device} parts of at least one")

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from fedcontext.arrays.tree import FloatArray
-from fedcontext.errors import FedcontextError, positive, unknown_value_error
+from fedcontext.errors import FedcontextError, positive, shown, unknown_value_error
 from fedcontext.measurement.combination import (
     COMBINATIONS,
     Combination,
@@ -147,8 +147,8 @@ def robust_gradients(rule: Rule | SumRule, how: Combination) -> Rule | SumRule:
 
 
 def _share(liars: float) -> None:
-    if not 0 <= liars < 0.5:
-        raise FedcontextError(f"liars must be a share from 0 to below 0.5, got {liars!r}")
+    if not isinstance(liars, int | float) or not 0 <= liars < 0.5:
+        raise FedcontextError(f"liars must be a share from 0 to below 0.5, got {shown(liars)}")
 
 
 def _gram(geometry: Geometry) -> FloatArray:
