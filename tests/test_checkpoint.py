@@ -201,7 +201,7 @@ def files(path: Path, experiment: fc.Experiment = EXPERIMENT) -> tuple[list[fc.R
 
 
 @pytest.mark.parametrize("stop", range(1, 6))
-def test_an_interrupted_simulation_goes_on_to_the_same_bits(tmp_path: Path, stop: int) -> None:
+def test_an_interrupted_simulation_goes_on_to_the_same_bits(tmp_path: Path, stop: int, caplog) -> None:
     class Killed(BaseException): ...
 
     def kill(experiment: fc.Experiment, record: fc.RoundRecord) -> None:
@@ -216,6 +216,9 @@ def test_an_interrupted_simulation_goes_on_to_the_same_bits(tmp_path: Path, stop
     seen = []
     records = runner.run(EXPERIMENT, tmp_path / "cut", lambda _, record: seen.append(record.number), resume=True)
     assert seen == [1, 2, 3, 4, 5, 6]
+    assert (f"continuing after round {stop - 1} of" in caplog.text) is (
+        stop > 1
+    )  # the first has no checkpoint before it
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
     assert records == files(tmp_path / "whole")[0]
 

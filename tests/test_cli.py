@@ -21,7 +21,7 @@ import fedcontext as fc
 from commands import call
 from fedcontext.cli import main
 from fedcontext.cli.options import OPTIONS
-from fedcontext.cli.tables import mean_and_deviation, outcome
+from fedcontext.cli.tables import mean_and_deviation, outcome, progress
 from fedcontext.datasets import NAMES, load_dataset
 from fedcontext.files.toml import to_toml
 from fedcontext.measurement.defences import OFF
@@ -400,6 +400,16 @@ BAD = {
     "leaderboard over notes": (["leaderboard", "--report", "odd.toml"], "odd.toml: exists and is not a report"),
     "claims without runs": (["reproduce", "claims"], "run `fedcontext reproduce all"),
 }
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_progress_without_a_terminal_is_a_line_now_and_then(quiet, monkeypatch, capsys):
+    monkeypatch.setattr("fedcontext.cli.tables.LOG_SECONDS", 0.0)
+    with progress("tune", 3, quiet) as on_round:
+        for number in (1, 2):
+            on_round(fc.Experiment(), fc.RoundRecord(number, 0.5, 0.5))
+    lines = ["tune: 1 of 3 rounds", "tune: 2 of 3 rounds"]
+    assert capsys.readouterr().err.splitlines() == ([] if quiet else lines)
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -70,7 +70,10 @@ def resumed_state(simulation: Simulation, files: RunFiles) -> State | None:
     of use, starts at round 1.
     """
     if checkpoint.exists(files.checkpoint):
-        return _load_state(simulation, files, simulation.experiment)
+        own = _load_state(simulation, files, simulation.experiment)
+        if own.number < simulation.experiment.rounds:
+            LOG.warning("continuing after round %d of %s", own.number, files.records)
+        return own
     shorter = _shorter_runs(simulation.experiment, files.out)
     for earlier, experiment in shorter:
         if checkpoint.exists(earlier.checkpoint) and (state := _continued(simulation, files, earlier, experiment)):

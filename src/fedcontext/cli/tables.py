@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
@@ -11,7 +12,7 @@ from rich import box
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedcontext.console import err
+from fedcontext.console import err, print_line
 from fedcontext.experiment import Experiment
 from fedcontext.records import RoundRecord
 from fedcontext.results.summary import TAIL, Summary, join_names, median_rounds
@@ -23,12 +24,16 @@ LEGEND = (
     f"swing: standard deviation of the accuracy over the last {TAIL} evaluated rounds; loss rose: share of the evaluated "
     "rounds whose loss is above the one before; sim. s: simulated seconds; MB up: sent by devices"
 )
+LOG_SECONDS = 20.0  # between two lines of progress where there is no terminal
 LARGE = 1e6  # numbers from here on are written in scientific notation
 
 
 @contextmanager
 def progress(title: str, total: int, quiet: bool) -> Iterator[OnRound]:
-    """Yield the function to call after every round; it advances a progress bar with the remaining time."""
+    """Yield the function to call after every round; it advances a progress bar with the remaining time.
+
+    Where standard error is not a terminal, such as in a log file, it prints a line now and then instead.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -38,12 +43,17 @@ def progress(title: str, total: int, quiet: bool) -> Iterator[OnRound]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[latest]}"),
     )
-    with Progress(*columns, console=err, disable=quiet, transient=True) as bar:
+    shown = time.monotonic()
+    with Progress(*columns, console=err, disable=quiet or not err.is_terminal, transient=True) as bar:
         task = bar.add_task(title, total=total, latest="")
 
         def on_round(experiment: Experiment, record: RoundRecord) -> None:
+            nonlocal shown
             values = "" if record.loss is None else f"loss {decimal(record.loss, 3)} accuracy {record.accuracy:.3f}"
             bar.update(task, advance=1, latest=f"{experiment.algorithm} {values}")
+            if not quiet and not err.is_terminal and time.monotonic() - shown >= LOG_SECONDS:
+                shown = time.monotonic()
+                print_line(f"{title}: {bar.tasks[0].completed:g} of {total} rounds", err)
 
         yield on_round
 
