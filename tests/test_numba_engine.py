@@ -173,13 +173,13 @@ def test_a_process_that_compiles_and_one_that_loads_the_cache_agree_to_the_bit(c
 
 
 @pytest.mark.xdist_group("compilation")
-@pytest.mark.parametrize("command", ["run", "compare"])
+@pytest.mark.parametrize("command", ["run", "compare --algorithms fedavg,folb --seeds 0"])
 def test_quiet_prints_nothing_while_the_engine_compiles(compilation, tmp_path, command):
     cache, _ = compilation
     function = sorted(cache.rglob("*.nbi"))[1]
     function.unlink()  # one is compiled anew: all would take seconds
     options = ("--rounds", 1, "--dataset", "synthetic-iid", "--engine", "numba", "--quiet", "--out", tmp_path)
-    done = in_a_process(cache, "from fedcontext.cli import main; main()", command, *options)
+    done = in_a_process(cache, "from fedcontext.cli import main; main()", *command.split(), *options)
     assert (done.stdout, done.stderr) == ("", "")
     assert function.exists()
     assert list(tmp_path.glob("*.jsonl"))

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import fast_flower
 import numpy as np
 import pytest
 from fedcontext_app import server_app, task
@@ -43,8 +44,11 @@ def in_this_process(at: Path, **settings: object) -> tuple[np.ndarray, list[fc.R
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
     at = tmp_path_factory.mktemp("federation")
-    with federation(at, 3) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in fast_flower.short_intervals(at / "fast").items():
+            patch.setenv(name, value)
+        with federation(at, 3) as running:
+            yield running
     shutil.rmtree(at, ignore_errors=True)  # private keys
 
 
