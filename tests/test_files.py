@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -448,12 +449,26 @@ def test_records_that_a_run_cannot_resume_from_are_named_with_the_way_out(tmp_pa
         ([fc.RoundRecord(number=1), fc.RoundRecord(number=1)], "got number 1 after 1"),
         ([fc.RoundRecord(number="1")], "got number '1' after 0"),
         ([{"number": 1}], "records must be RoundRecord objects"),
+        ([fc.RoundRecord(number=1), 3], "records must be RoundRecord objects, got 3"),
+        (fc.RoundRecord(number=1), "records must be RoundRecord objects in a list or generator, got RoundRecord"),
+        (None, "records must be RoundRecord objects in a list or generator, got None"),
+        ([fc.RoundRecord(number=1, loss="a")], "the record of round 1: loss must be float | None, got 'a'"),
+        ([fc.RoundRecord(number=1, excluded={"a": "late"})], "the record of round 1 is not a round's record"),
+        ([fc.RoundRecord(number=1, loss=1j)], "numbers, text, lists and mappings only: Object of type complex"),
     ],
     ids=str,
 )
 def test_records_that_could_not_be_read_back_are_refused(tmp_path, records, reason):
-    with pytest.raises(fc.FedcontextError, match=reason):
-        fc.write_records(tmp_path / "run.jsonl", {"dataset": "hospitals"}, records)
+    with pytest.raises(fc.FedcontextError, match=re.escape(reason)):
+        fc.write_records(tmp_path / "new" / "run.jsonl", {"dataset": "hospitals"}, records)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("settings", [None, "mnist", {"seed": 1j}], ids=str)
+def test_settings_that_could_not_be_read_back_are_refused(tmp_path, settings):
+    with pytest.raises(fc.FedcontextError, match=r"settings must be an Experiment or a mapping|run files have numbers"):
+        fc.write_records(tmp_path / "new" / "run.jsonl", settings, [fc.RoundRecord(number=1)])
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_report_is_a_page_whose_name_says_so(tmp_path):

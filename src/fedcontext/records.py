@@ -89,6 +89,8 @@ def manifest(settings: Settings) -> dict[str, Any]:
     >>> manifest(Experiment())["settings"]["dataset"]
     'synthetic-1-1'
     """
+    if not isinstance(settings, Experiment | Mapping):
+        raise FedcontextError(f"settings must be an Experiment or a mapping, got {shown(settings)}")
     plain = dataclasses.asdict(settings) if isinstance(settings, Experiment) else dict(settings)
     return {"schema": SCHEMA, "settings": plain, "versions": versions()}
 
@@ -124,7 +126,7 @@ def read_run(path: str | Path) -> tuple[dict[str, Any], list[RoundRecord]]:
         raise FedcontextError(
             f"{path}: not a fedcontext run: settings must be an object, got {shown(head['settings'])}"
         )
-    return head, [_parse_record(line, f"{path}: line {number}") for number, line in enumerate(lines[1:-1], 2)]
+    return head, [parse_record(line, f"{path}: line {number}") for number, line in enumerate(lines[1:-1], 2)]
 
 
 def read_lines(path: Path, errors: str = "strict") -> list[str]:
@@ -160,7 +162,12 @@ def parse_object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _parse_record(line: str, where: str) -> RoundRecord:
+def parse_record(line: str, where: str) -> RoundRecord:
+    """Return the record in a line of a run file; ``where`` begins the message of an error.
+
+    >>> parse_record('{"number": 1, "loss": 0.5}', "line 2").loss
+    0.5
+    """
     fields = parse_object(line)
     if fields is None:
         raise FedcontextError(f"{where} is not a JSON object")
@@ -201,12 +208,15 @@ def fits(value: Any, annotation: str) -> bool:
 
 
 def to_json(value: dict[str, Any]) -> str:
-    """Return one line of a run file.
+    """Return one line of a run file; raise an error for a value that JSON does not have.
 
     >>> to_json({"loss": math.nan, "weights": np.ones(1)})
     '{"loss": null, "weights": [1.0]}'
     """
-    return json.dumps(_to_plain(value), allow_nan=False)
+    try:
+        return json.dumps(_to_plain(value), allow_nan=False)
+    except TypeError as error:
+        raise FedcontextError(f"run files have numbers, text, lists and mappings only: {error}") from None
 
 
 def _to_plain(value: Any) -> Any:

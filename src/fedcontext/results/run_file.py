@@ -8,13 +8,23 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from fedcontext.errors import FedcontextError, shown
 from fedcontext.files.storage import check_target, clean, make_folder, naming, write_text
-from fedcontext.records import RoundRecord, Settings, manifest, read_lines, read_run, stream_records, to_json
+from fedcontext.records import (
+    RoundRecord,
+    Settings,
+    manifest,
+    parse_record,
+    read_lines,
+    read_run,
+    stream_records,
+    to_json,
+)
 
 LOG = logging.getLogger("fedcontext")
 ANEW = "to start again at round 1, delete the run's checkpoint"
@@ -25,7 +35,8 @@ def write_records(path: str | Path, settings: Settings, records: Iterable[RoundR
 
     ``settings`` is an `Experiment` or any mapping; the report groups runs by its ``dataset``, ``algorithm`` and ``seed``.
     Each record is flushed as it comes, so ``records`` may be a generator over a running loop. An earlier file at
-    ``path`` is replaced at the end; until then the records are in ``<path>.new``.
+    ``path`` is replaced at the end; until then the records are in ``<path>.new``. Nothing is written if the settings or
+    a record of a list cannot be read back; a generator's records before such a one stay.
 
     >>> import tempfile
     >>> records = [RoundRecord(number=1, loss=0.9, devices=[3, 7], weights=[0.5, 0.5]), RoundRecord(number=2, loss=0.7)]
@@ -35,19 +46,24 @@ def write_records(path: str | Path, settings: Settings, records: Iterable[RoundR
     >>> head["settings"]["dataset"], again == records
     ('hospitals', True)
     """
+    if not isinstance(records, Iterable):
+        raise FedcontextError(f"records must be RoundRecord objects in a list or generator, got {shown(records)}")
+    to_json(manifest(settings))  # raises an error for what cannot be written
+    checked = list(_checked(records)) if isinstance(records, list | tuple) else _checked(records)
     with open_run(Path(path), settings) as (active, _):
-        for _ in append_records(active, settings, _checked(records)):
+        for _ in append_records(active, settings, checked):
             pass
 
 
 def _checked(records: Iterable[RoundRecord]) -> Iterator[RoundRecord]:
-    """Yield the records; raise an error for one whose number is not above the last one's, from 1."""
+    """Yield the records; raise an error for one that could not be read back, or whose number is not above the last one's."""
     last = 0
     for record in records:
         if not isinstance(record, RoundRecord):
             raise FedcontextError(f"records must be RoundRecord objects, got {shown(record)}")
         if not isinstance(record.number, int) or record.number <= last:
             raise FedcontextError(f"rounds count from 1 and go up: got number {shown(record.number)} after {last}")
+        parse_record(to_json(asdict(record)), f"the record of round {record.number}")
         last = record.number
         yield record
 
