@@ -82,6 +82,13 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.parametrize("facts", [None, {"a": 1j}, {(1, 2): 3}], ids=str)
+def test_facts_that_json_does_not_have_are_refused(tmp_path: Path, facts: object) -> None:
+    with pytest.raises(fc.FedcontextError, match="facts must be a mapping of JSON values"):
+        checkpoint.save(tmp_path / "run", np.ones(2), None, facts)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("content", [b"", b"\x00" * 100, b"\x02\x00\x00\x00\x00\x00\x00\x00{}", b"pickle"])
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "run").write_bytes(content)

@@ -20,7 +20,7 @@ from fedcontext.files.toml import to_toml
 from fedcontext.local_sgd import LocalSGD
 from fedcontext.results.summary import summarise
 from fedcontext.rules.server import fedadam, server_sgd
-from fedcontext.runner import run
+from fedcontext.runner import run, run_all
 
 SMALL = {"rounds": 4, "devices_per_round": 4, "learning_rate": 0.1, "smoothness": 3.0}
 
@@ -226,6 +226,8 @@ def test_an_engine_that_cannot_train_the_model_given_is_refused(small_data):
     nn = pytest.importorskip("torch").nn
     with pytest.raises(FedcontextError, match="engine 'numba' cannot train a PyTorch module; use engine 'torch'"):
         fc.simulate(data=small_data, model=nn.Linear(5, 3), engine="numba", rounds=1)
+    with pytest.raises(FedcontextError, match=r"engine 'nummba' is unknown, did you mean numba\?"):
+        fc.simulate(data=small_data, model=nn.Linear(5, 3), engine="nummba", rounds=1)
     with pytest.raises(FedcontextError, match="engine 'ray' cannot train a PyTorch module; use engine 'torch'"):
         fc.prepare(fc.Experiment("small", engine="ray"), data=small_data, model=nn.Linear(5, 3))
     with pytest.raises(FedcontextError, match="give an engine or a model, not both"):
@@ -470,6 +472,26 @@ def test_a_truncated_last_line_is_skipped_and_other_files_are_refused(small_data
         path.write_text(bad)
         with pytest.raises(FedcontextError, match=r"run\.jsonl"):
             fc.read_run(path)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda out: fc.prepare("mnist"),
+        lambda out: fc.train("mnist"),
+        lambda out: run("mnist", out),
+        lambda out: run_all(["mnist"], out, jobs=1),
+    ],
+)
+def test_a_name_in_place_of_an_experiment_is_refused(start, tmp_path):
+    with pytest.raises(FedcontextError, match=r"must be an Experiment, such as fc\.Experiment\(.*\), got 'mnist'"):
+        start(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_arrays_in_place_of_data_are_refused_also_by_runs_into_files(tmp_path):
+    with pytest.raises(FedcontextError, match="data must be FederatedData, such as federate"):
+        run(fc.Experiment("mine"), tmp_path, data=np.eye(3))
 
 
 def test_data_without_test_samples_are_announced():

@@ -76,7 +76,7 @@ def save(path: Path | str, params: Structure, rule: Any, facts: Mapping[str, Any
     check_target(previous(path))
     tensors = {f"{PARAMS}{name}": _to_numpy(name, leaf) for name, leaf in leaves(params).items()}
     _check_finite(path, params)
-    content = {"schema": SCHEMA, "versions": versions(), "facts": dict(facts), "rule": _pack(rule, tensors)}
+    content = {"schema": SCHEMA, "versions": versions(), "facts": _plain(facts), "rule": _pack(rule, tensors)}
     if after is not None:
         sync(after)
     with replacing(path, keep=previous(path)) as temporary:
@@ -173,6 +173,16 @@ def _first_difference(name: str, value: Any, other: Any) -> tuple[str, Any, Any]
             if value.get(key) != other.get(key):
                 return _first_difference(f"{name}, {key}" if name else key, value.get(key), other.get(key))
     return name, value, other
+
+
+def _plain(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts as they come back from JSON; raise an error for what JSON does not have."""
+    try:
+        return dict(json.loads(json.dumps(dict(facts))))
+    except (TypeError, ValueError) as error:
+        raise FedcontextError(
+            f"facts must be a mapping of JSON values such as numbers, text and lists, got {shown(facts)}: {error}"
+        ) from None
 
 
 def _check_finite(path: Path, params: Structure) -> None:

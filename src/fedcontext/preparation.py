@@ -15,8 +15,8 @@ from fedcontext.coding import coding_for
 from fedcontext.datasets import FederatedData, load_dataset
 from fedcontext.datasets.federated import full_participation, gather
 from fedcontext.engines.base import Engine, EngineOptions, engine_named
-from fedcontext.errors import FedcontextError
-from fedcontext.experiment import Experiment, experiment_from
+from fedcontext.errors import FedcontextError, shown
+from fedcontext.experiment import Experiment, checked, experiment_from
 from fedcontext.faults.disturbance import disturbance_of
 from fedcontext.fleet import PROFILES, make_fleet
 from fedcontext.local_sgd import sgd
@@ -60,7 +60,7 @@ def prepare(
     """
     if engine is not None and model is not None:
         raise FedcontextError("give an engine or a model, not both: an engine already has its model")
-    _check_data(data)
+    check_inputs(experiment, data)
     data = data or load_dataset(experiment.dataset, experiment.data_seed)
     if not len(data.test.labels):
         warnings.warn(f"data '{data.name}' has no test samples: records have an accuracy of 0", stacklevel=2)
@@ -98,7 +98,18 @@ def prepare(
     return simulation
 
 
-def _check_data(data: object) -> None:
+def check_inputs(experiment: object, data: object) -> None:
+    """Raise an error if ``experiment`` is no `Experiment`, or ``data`` neither `FederatedData` nor None.
+
+    >>> check_inputs("mnist", None)
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: experiment must be an Experiment, such as fc.Experiment(dataset="mnist"), got 'mnist'
+    """
+    if not isinstance(experiment, Experiment):
+        raise FedcontextError(
+            f'experiment must be an Experiment, such as fc.Experiment(dataset="mnist"), got {shown(experiment)}'
+        )
     if not isinstance(data, FederatedData | None):
         raise FedcontextError(f"data must be FederatedData, such as federate() makes, got {type(data).__name__}")
 
@@ -216,15 +227,15 @@ def simulate(
     """
     named = {"algorithm": algorithm, "engine": engine, "model": model}
     settings |= {name: value for name, value in named.items() if isinstance(value, str)}
-    if experiment is not None and not isinstance(experiment, Experiment):
-        raise FedcontextError(f"experiment must be an Experiment, got {experiment!r}; name data with dataset=...")
+    check_inputs(Experiment() if experiment is None else experiment, data)
     if experiment is not None and settings:
         raise FedcontextError("give an Experiment or settings, not both")
-    _check_data(data)
     if data is not None and settings.setdefault("dataset", data.name) != data.name:
         raise FedcontextError(f"give data or a dataset, not both: data is {data.name!r}, got {settings['dataset']!r}")
-    if model is not None and not isinstance(model, str) and settings.get("engine", "auto") not in ("auto", "torch"):
-        raise _wrong_engine(settings["engine"])
+    if model is not None and not isinstance(model, str):
+        name = checked("engine", settings.get("engine", "auto"))
+        if name not in ("auto", "torch"):
+            raise _wrong_engine(name)
     objects = {name: None if isinstance(value, str) else value for name, value in named.items()}
     return prepare(experiment or experiment_from(settings), data=data, **objects).run()
 

@@ -16,7 +16,7 @@ from fedcontext.experiment import Experiment
 from fedcontext.files.model_file import check_format, save_params
 from fedcontext.files.storage import check_writable, clean, write_text
 from fedcontext.files.toml import to_toml
-from fedcontext.preparation import prepare
+from fedcontext.preparation import check_inputs, prepare
 from fedcontext.processes import OnRound as OnRound
 from fedcontext.processes import Run, run_in_processes
 from fedcontext.records import RoundRecord, read_run
@@ -61,6 +61,7 @@ def run(
     >>> [record.number for record in run(experiment, tempfile.mkdtemp(), data=data)]
     [1, 2]
     """
+    check_inputs(experiment, data)
     if data is not None and experiment.dataset != data.name:
         raise FedcontextError(f"dataset must be {data.name!r}, the name of the data given, got {experiment.dataset!r}")
     if resume:
@@ -177,6 +178,8 @@ def run_all(
     With ``run=run_until_error`` a run that diverges does not end the others.
     """
     out = Path(out)
+    for each in experiments:
+        check_inputs(each, None)
     if twice := [name for name, count in Counter(each.name for each in experiments).items() if count > 1]:
         raise FedcontextError(f"experiments must be distinct, as each has its own files, got {twice[0]} twice")
     by_algorithm = {each.algorithm: each for each in experiments}
