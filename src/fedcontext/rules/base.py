@@ -60,7 +60,6 @@ class SumRule:
     needs: frozenset[Need] = frozenset()
     init: Callable[[Structure], State] = _no_state
     smoothness: None = None
-    scale_free: bool = False
     last_step: Callable[[State], FloatArray | None] = _no_state
     gradients: Combination = "mean"  # how the probes' gradients are combined; set by `robust_gradients`
 
