@@ -84,8 +84,7 @@ class Devices:
         """Return the report with the gradients that the rule needs."""
         needs, own = self.algorithm.rule.needs, None
         if "own gradients" in needs:
-            key = self.experiment.seed, number
-            own, _ = probe_answers(self.engine, state.params, None, devices, self.coding, key)
+            own, _ = self.answers(self.engine, state, number, devices)
         if "gradient" not in needs:
             return replace(report, own_gradients=own)
         cohort_probes = np.array_equal(np.sort(probes), np.sort(devices))
@@ -102,36 +101,19 @@ class Devices:
         return replace(report, own_gradients=own, gradients=dict(zip(probes.tolist(), answers, strict=True)))
 
     def answers(self, engine: Engine, state: State, number: int, devices: IntArray) -> Answers:
-        """Return what these devices answer as probes, from the data of an engine."""
-        previous = state.previous if "differences" in self.algorithm.rule.needs else None
-        return probe_answers(engine, state.params, previous, devices, self.coding, (self.experiment.seed, number))
-
-
-def probe_answers(
-    engine: Engine,
-    params: Structure,
-    previous: Structure | None,
-    devices: IntArray,
-    coding: Coding,
-    key: tuple[int, int],
-) -> tuple[list[Structure], list[Structure] | None]:
-    """Return each device's gradient at ``params``, and its difference to that at ``previous`` where there is one.
-
-    ``key`` is (seed, round): with the device it decides the random rotation of a code.
-    """
-    gradients = engine.gradients(params, devices)
-    differences = None
-    if previous is not None:
-        before = engine.gradients(previous, devices)
-        exact = [_difference(now, then) for now, then in zip(gradients, before, strict=True)]
-        differences = _decoded(exact, coding.difference, devices, (*key, Stream.DIFFERENCE_CODE))
-    return _decoded(gradients, coding.gradient, devices, (*key, Stream.GRADIENT_CODE)), differences
+        """Return the gradients of these devices on the data of ``engine``, and their differences if the rule needs them."""
+        seed, gradients, differences = self.experiment.seed, engine.gradients(state.params, devices), None
+        if "differences" in self.algorithm.rule.needs and state.previous is not None:
+            before = engine.gradients(state.previous, devices)
+            exact = [_difference(now, then) for now, then in zip(gradients, before, strict=True)]
+            differences = _decoded(exact, self.coding.difference, devices, (seed, number, Stream.DIFFERENCE_CODE))
+        return _decoded(gradients, self.coding.gradient, devices, (seed, number, Stream.GRADIENT_CODE)), differences
 
 
 def _decoded(
     vectors: Sequence[Structure], codec: Codec | Sketch, devices: IntArray, key: tuple[int, int, int]
 ) -> list[Structure]:
-    """Return what the server decodes."""
+    """Return what the server decodes; ``key`` and the device decide the random rotation of a code."""
     if codec == IDENTITY or not vectors:
         return list(vectors)
     like = leaves(vectors[0])
