@@ -38,33 +38,31 @@ class SentVectors:
     outlier: float  # 0 excludes nobody
 
     @cached_property
-    def shares(self) -> FloatArray:
-        """The norms in medians; 0 where no vector has a length, NaN where it is not known."""
+    def relative_norms(self) -> FloatArray:
+        """The norms as multiples of their median; 0 if all vectors are zero, NaN where a norm is not known."""
         median = lower_median(self.norms)
         return self.norms / median if median else np.zeros_like(self.norms)
 
     @cached_property
     def factors(self) -> FloatArray:
         """What to multiply each vector with."""
-        shares = self.shares
-        longer = (shares > self.limit) & bool(self.limit)
-        return np.divide(self.limit, shares, out=np.ones(len(shares)), where=longer)
+        longer = (self.relative_norms > self.limit) & bool(self.limit)
+        return np.divide(self.limit, self.relative_norms, out=np.ones(len(self.norms)), where=longer)
 
     def without(self, excluded: Collection[Name]) -> SentVectors:
         """Return these vectors as if those of some devices had not been sent."""
-        if not any(name in excluded for name in self.names):
-            return self
-        return replace(self, norms=np.where([name in excluded for name in self.names], np.nan, self.norms))
+        absent = [name in excluded for name in self.names]
+        return replace(self, norms=np.where(absent, np.nan, self.norms)) if any(absent) else self
 
     @property
     def clipped(self) -> dict[Name, str]:
         """Whose vector is clipped, and from where to where; and whose is so short that it looks wrong."""
-        rows, least = zip(self.names, self.shares, self.factors, strict=True), NEGLIGIBLE if self.outlier else 0
+        least = NEGLIGIBLE if self.outlier else 0
         return {
-            name: f"{self.kind}: {share:.3g} times the median norm"
-            + (f", clipped to {self.limit:g}" if share > 1 else "")
-            for name, share, factor in rows
-            if factor < 1 or 0 < share < least
+            name: f"{self.kind}: {multiple:.3g} times the median norm"
+            + (f", clipped to {self.limit:g}" if multiple > 1 else "")
+            for name, multiple, factor in zip(self.names, self.relative_norms, self.factors, strict=True)
+            if factor < 1 or 0 < multiple < least
         }
 
     @property
@@ -164,8 +162,8 @@ def screen(
     groups = [group.without(excluded) for group in groups]
     updates, gradients, differences, own, others = groups
     devices, probing = vectors.names.devices, vectors.names.probes
-    kept = _padded([name not in excluded for name in updates.names], len(update_norms)) > 0
-    probes = _padded([name not in excluded for name in probing], len(vectors.probes)) > 0
+    kept = _used(updates.names, excluded, len(update_norms))
+    probes = _used(probing, excluded, len(vectors.probes))
     concave = _concave(probing, curvatures, differences.norms, probes, defences.max_concavity)
     samples, weights = np.where(kept[: len(devices)], vectors.samples, 0), vectors.probe_weights
     weights = None if weights is None else np.where(probes, weights, 0)
@@ -175,7 +173,7 @@ def screen(
     return Screened(
         names=devices,
         kept=kept,
-        probes=_padded([name not in {**excluded, **concave} for name in probing], len(probes)) > 0,
+        probes=_used(probing, {**excluded, **concave}, len(probes)),
         updates=_padded(updates.factors, len(update_norms)),
         gradients=_padded(gradients.factors, len(vectors.probes)),
         differences=differences.factors,
@@ -239,8 +237,8 @@ def _caps(names: Sequence[Name], counts: FloatArray | None, most: float, named_f
     median = 0.0 if counts is None else lower_median(counts)
     if not names or counts is None or not median or not most:
         return []
-    shares = zip(names, counts / median, strict=True)
-    return [(n, f"samples: {x:.3g} times the median, capped to {most:g}") for n, x in shares if x > named_from]
+    multiples = zip(names, counts / median, strict=True)
+    return [(n, f"samples: {x:.3g} times the median, capped to {most:g}") for n, x in multiples if x > named_from]
 
 
 def _concave(
@@ -258,15 +256,20 @@ def _concave(
     if not median > 0:
         return {}
     return {
-        name: f"gradient: not used, its difference has {share:.3g} times the median cosine with the last step"
-        for name, share, used in zip(names, cosines / median, probes, strict=True)
-        if used and share < -most
+        name: f"gradient: not used, its difference has {multiple:.3g} times the median cosine with the last step"
+        for name, multiple, used in zip(names, cosines / median, probes, strict=True)
+        if used and multiple < -most
     }
 
 
-def _padded(values: Sequence[bool] | FloatArray, count: int) -> FloatArray:
-    """Return (count,) the values, and ones for rows without an owner: they are trusted."""
-    return np.concatenate([np.asarray(values, np.float64), np.ones(count - len(values))])
+def _used(names: Sequence[Name], excluded: Collection[Name], count: int) -> BoolArray:
+    """Return (count,) whether a row is used: all but those of excluded devices."""
+    return _padded(np.array([name not in excluded for name in names], np.float64), count) > 0
+
+
+def _padded(factors: FloatArray, count: int) -> FloatArray:
+    """Return (count,) the factors, and ones for rows without a name: they are trusted."""
+    return np.concatenate([factors, np.ones(count - len(factors))])
 
 
 def _joined(notes: Iterable[tuple[Name, str]]) -> dict[Name, str]:
