@@ -63,6 +63,15 @@ def no_progress(title: str, rounds: int) -> Iterator[OnRound]:
     yield lambda experiment, record: None
 
 
+def run_with_progress(
+    title: str, experiments: Sequence[Experiment], out: Path, jobs: int = 1, progress: Progress = no_progress
+) -> None:
+    """Run the experiments that are not finished in ``out``."""
+    missing = missing_experiments(experiments, out)
+    with progress(title, sum(each.rounds for each in missing)) as on_round:
+        run_missing(missing, out, jobs, on_round)
+
+
 def compete(
     tasks: Sequence[Task],
     entrants: Sequence[Entrant],
@@ -80,14 +89,8 @@ def compete(
     """
     if shared := set(tuning) & set(seeds):
         raise FedcontextError(f"tuning seeds and test seeds must differ, both contain {sorted(shared)}")
-
-    def run(title: str, experiments: Sequence[Experiment]) -> None:
-        missing = missing_experiments(experiments, out)
-        with progress(title, sum(each.rounds for each in missing)) as on_round:
-            run_missing(missing, out, jobs, on_round)
-
-    run("tuning", all_tuning_experiments(tasks, entrants, tuning))
-    run("test", all_test_experiments(tasks, entrants, tuning, seeds, out))
+    run_with_progress("tuning", all_tuning_experiments(tasks, entrants, tuning), out, jobs, progress)
+    run_with_progress("test", all_test_experiments(tasks, entrants, tuning, seeds, out), out, jobs, progress)
     return [_task_result(task, entrants, out, tuning, seeds) for task in tasks]
 
 

@@ -14,11 +14,10 @@ import numpy as np
 
 from fedcontext.errors import FedcontextError
 from fedcontext.files.storage import write_text
-from fedcontext.leaderboard.board import Progress, no_progress
+from fedcontext.leaderboard.board import Progress, no_progress, run_with_progress
 from fedcontext.leaderboard.entries import Task
-from fedcontext.leaderboard.tuning import Records, records_of, run_missing
+from fedcontext.leaderboard.tuning import Records, records_of
 from fedcontext.results.summary import summarise
-from fedcontext.runner import missing_experiments
 from fedcontext.stress.cases import (
     CONDITIONS,
     HONEST,
@@ -47,9 +46,7 @@ class Cell:
     accuracy: list[float]  # after the last round with faults or attacks; 0 for a run that ended before it
     rounds: list[int | None]  # to the accuracy level, None if it was not reached
     lost: list[int]  # rounds without enough usable replies
-    recovery: list[
-        int | None
-    ]  # rounds after the last fault until the accuracy is that of the honest run, less 2 points
+    recovery: list[int | None]  # rounds after the last fault to within 2 points of the run without faults
     ended: int  # runs that ended with an error
     backdoor: list[float | None]  # share of triggered samples that get the liars' label, where that is the attack
 
@@ -85,17 +82,15 @@ def stress(
     """
     for task in tasks:
         runs = [experiment(task, method, each, seed) for method in METHODS for each in conditions for seed in seeds]
-        missing = missing_experiments(runs, out)
-        with progress(task.name, sum(each.rounds for each in missing)) as on_round:
-            run_missing(missing, out, jobs, on_round)
+        run_with_progress(task.name, runs, out, jobs, progress)
     cells = [_cell(task, method, each, seeds, out) for task in tasks for method in METHODS for each in conditions]
     return Results(
-        cells,
-        list(seeds),
-        {task.name: [task.rounds, last_disturbed(task)] for task in tasks},
-        datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        __version__,
-        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        cells=cells,
+        seeds=list(seeds),
+        rounds={task.name: [task.rounds, last_disturbed(task)] for task in tasks},
+        date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        version=__version__,
+        machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         settings={task.name: dict(task.settings) for task in tasks},
         commands={task.name: command for task in tasks},
     )
@@ -107,17 +102,17 @@ def _cell(task: Task, method: str, condition: Condition, seeds: Sequence[int], o
     until = last_disturbed(task)
     summaries = [summarise(records, [LEVEL]) for records in runs]
     return Cell(
-        task.name,
-        method,
-        condition.name,
-        condition.kind,
-        condition.share,
-        [accuracy_after(records, until) for records in runs],
-        [summary.rounds_to[LEVEL] for summary in summaries],
-        [summary.lost for summary in summaries],
-        [recovery(run, accuracy_after(good, until), until) for run, good in zip(runs, honest, strict=True)],
-        sum(len(records) < task.rounds for records in runs),
-        [records[until - 1].backdoor if len(records) >= until else None for records in runs],
+        task=task.name,
+        method=method,
+        condition=condition.name,
+        kind=condition.kind,
+        share=condition.share,
+        accuracy=[accuracy_after(records, until) for records in runs],
+        rounds=[summary.rounds_to[LEVEL] for summary in summaries],
+        lost=[summary.lost for summary in summaries],
+        recovery=[recovery(run, accuracy_after(good, until), until) for run, good in zip(runs, honest, strict=True)],
+        ended=sum(len(records) < task.rounds for records in runs),
+        backdoor=[records[until - 1].backdoor if len(records) >= until else None for records in runs],
     )
 
 

@@ -12,7 +12,7 @@ from fedcontext.faults.attacks import ATTACKS
 from fedcontext.faults.faults import FAULTS
 from fedcontext.files.storage import write_text
 from fedcontext.leaderboard.document import header, line
-from fedcontext.results.summary import median_rounds
+from fedcontext.results.summary import join_names, median_rounds
 from fedcontext.stress.cells import Cell, Results, merge, read_results, write_results
 
 Grid: TypeAlias = dict[tuple[str, str], list[Cell]]  # by condition and method: the cells of all shares
@@ -59,7 +59,7 @@ def _lines(results: Results) -> Iterator[str]:
     yield INTRODUCTION.format(
         command="` and `".join(dict.fromkeys(results.commands.values())),
         conditions=_conditions(results),
-        shares=" and ".join(", ".join(map(_percent, _shares(results))).rsplit(", ", 1)),
+        shares=join_names([_percent(share) for share in _shares(results)]),
         tasks=", ".join(tasks),
         seeds=", ".join(map(str, results.seeds)),
         level=f"{100 * results.level:.0f}",
