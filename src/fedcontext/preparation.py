@@ -91,11 +91,16 @@ def prepare(
     )
     root = _root(experiment, data, model) if algorithm.rule.needs & {"root", "root gradient"} else None
     simulation = Simulation(experiment, data, engine, algorithm, fleet, beta, coding, disturbance, root)
-    plan = simulation.plan(1)
-    asked = np.arange(data.population) if algorithm.oracle else plan.probes
-    for devices in (asked, np.union1d(plan.devices, plan.pool)):
-        full_participation(data.train, devices)  # refuses a plan that on-demand data cannot serve
+    _check_participation(simulation)
     return simulation
+
+
+def _check_participation(simulation: Simulation) -> None:
+    """Raise an error for data made on demand if a round asks all devices."""
+    plan, data = simulation.plan(1), simulation.data
+    probes = np.arange(data.population) if simulation.algorithm.oracle else plan.probes
+    for devices in (probes, np.union1d(plan.devices, plan.pool)):
+        full_participation(data.train, devices)
 
 
 def check_inputs(experiment: object, data: object) -> None:

@@ -135,7 +135,7 @@ def device_id(value: Any) -> int | str:
     """
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**15:
         return value
-    text = str(value)[:MAX_TEXT] if not isinstance(value, int) else hex(value)[:MAX_TEXT]
+    text = (hex(value) if isinstance(value, int) else str(value))[:MAX_TEXT]
     return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else text
 
 

@@ -124,8 +124,7 @@ def _first_file(path: Path) -> Path:
 
 def _continued(path: Path, settings: Settings, done: int) -> tuple[Path, list[RoundRecord]]:
     """Return the file with the first ``done`` rounds of a run and nothing behind them, and those records."""
-    source = _new_file(path) if _is_of_this_run(_new_file(path), settings, done) else path
-    _, records = _first_rounds(source, done)
+    source, records = _written(path, settings, done)
     active = _new_file(path) if len(records) > done and _is_finished(source) else source
     kept = "\n".join(read_lines(source)[: done + 1]) + "\n"
     if not active.exists() or active.read_bytes() != kept.encode():
@@ -137,10 +136,15 @@ def _continued(path: Path, settings: Settings, done: int) -> tuple[Path, list[Ro
 
 def copy_rounds(source: Path, old: Settings, path: Path, new: Settings, done: int) -> None:
     """Begin the run file ``path`` of ``new`` settings with the first ``done`` rounds that a run of ``old`` ones wrote."""
-    source = _new_file(source) if _is_of_this_run(_new_file(source), old, done) else source
-    _first_rounds(source, done)
-    lines = [to_json(manifest(new)), *read_lines(source)[1 : done + 1]]
+    written, _ = _written(source, old, done)
+    lines = [to_json(manifest(new)), *read_lines(written)[1 : done + 1]]
     write_text(_first_file(path), "\n".join(lines) + "\n")
+
+
+def _written(path: Path, settings: Settings, done: int) -> tuple[Path, list[RoundRecord]]:
+    """Return the file to which a run wrote its first ``done`` rounds, ``path`` or the new one, and all its records."""
+    source = _new_file(path) if _is_of_this_run(_new_file(path), settings, done) else path
+    return source, _first_rounds(source, done)[1]
 
 
 def _is_of_this_run(path: Path, settings: Settings, done: int) -> bool:

@@ -56,7 +56,7 @@ class _SliceConv2d(_UnfoldConv2d):
         return products.reshape(len(products), len(x), height * width).transpose(0, 1)
 
 
-KINDS = {"native": nn.Conv2d, "unfold": _UnfoldConv2d, "slices": _SliceConv2d}
+LAYERS = {"unfold": _UnfoldConv2d, "slices": _SliceConv2d}
 
 
 def convert_convolutions(module: nn.Module, convolutions: str) -> nn.Module:
@@ -68,10 +68,10 @@ def convert_convolutions(module: nn.Module, convolutions: str) -> nn.Module:
     torch.Size([5, 2, 6, 6])
     """
     for name, layer in module.named_modules():
-        if type(layer) is not nn.Conv2d or convolutions == "native":
+        if type(layer) is not nn.Conv2d or convolutions == "native":  # a subclass may compute something else
             continue
         if layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
-            layer.__class__ = KINDS[convolutions]
+            layer.__class__ = LAYERS[convolutions]
         else:
             warnings.warn(
                 f"convolutions={convolutions!r} does not support {layer} ({name}); it stays native", stacklevel=3

@@ -23,7 +23,7 @@ from fedcontext.engines.torch.cuda_graph import COMPILED, Acceleration
 from fedcontext.engines.torch.sequential import gradient, train_device
 from fedcontext.engines.torch.task import Loss, Params, Precision, Task, cross_entropy, first_line, resolve_device
 from fedcontext.engines.torch.vmapped import VmappedTrainer, batch_norm_in, run_in_chunks
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import FedcontextError, unknown_value_error
 from fedcontext.plan import IntArray
 
 FEATURES_PER_PASS = {"cpu": 2**16, "cuda": 2**23}  # larger passes are slower on a CPU: activations leave the caches
@@ -93,13 +93,7 @@ class TorchEngine:
             raise FedcontextError(f"loss must be a function (outputs, labels) -> losses, got {loss!r}")
         self.data, self.device = data, resolve_device(device)
         self.task = Task(
-            data,
-            module,
-            loss=loss,
-            input_shape=input_shape,
-            device=self.device,
-            precision=precision,
-            seed=seed,
+            data, module, loss=loss, input_shape=input_shape, device=self.device, precision=precision, seed=seed
         )
         self.buffers = self.task.buffers
         self.vectorize = self._vectorizes(vectorize)
@@ -220,7 +214,7 @@ class TorchEngine:
 
 def _check_choice(name: str, value: object, choices: Any) -> None:
     if value not in get_args(choices):
-        raise FedcontextError(f"{name} must be one of {', '.join(get_args(choices))}, got {value!r}")
+        raise unknown_value_error(name, value, get_args(choices))
 
 
 def _check_integer(name: str, value: object, least: int) -> None:
