@@ -32,7 +32,7 @@ from fedcontext.cli.tables import LEGEND, comparison, excluded_replies, lost_rou
 from fedcontext.console import out, print_line
 from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.records import RoundRecord
-from fedcontext.results.diagnosis import diagnose, over_seeds
+from fedcontext.results.diagnosis import diagnose, findings_over_seeds
 from fedcontext.results.summary import LEVELS, summarise
 from fedcontext.runner import run as run_one
 from fedcontext.runner import run_all
@@ -169,7 +169,7 @@ def _print(dataset: str, by_name: Runs, levels: Sequence[float]) -> None:
     for line in filter(None, lines):
         print_line(line)
     for name, pairs in by_name.items():
-        for line in over_seeds({str(each.seed): diagnose(records, vars(each)) for each, records in pairs}):
+        for line in findings_over_seeds({str(each.seed): diagnose(records, vars(each)) for each, records in pairs}):
             print_line(f"{name}: {line}", style="yellow")
 
 

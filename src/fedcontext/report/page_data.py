@@ -13,7 +13,7 @@ from fedcontext.report.devices import bound_check, excluded_devices, weight_heat
 from fedcontext.report.groups import Group, algorithm_of, dataset_of, group_runs, seed_of
 from fedcontext.report.milestones import accuracy_levels, final_metrics, milestones
 from fedcontext.report.sentences import headline, outcome, reproduction_configs
-from fedcontext.results.diagnosis import diagnose, over_seeds
+from fedcontext.results.diagnosis import diagnose, findings_over_seeds
 from fedcontext.results.reader import Run
 from fedcontext.version import __version__
 
@@ -60,7 +60,7 @@ def _dataset(name: str, runs: Sequence[Run], run_count: int) -> dict[str, Any]:
 def _findings(group: Group) -> list[str]:
     """Return what is wrong with the runs of a group."""
     by_seed = {seed_of(run): diagnose([RoundRecord(**row) for row in run.rows], run.settings) for run in group.runs}
-    return over_seeds(by_seed)
+    return findings_over_seeds(by_seed)
 
 
 def _group(group: Group, levels: Sequence[float], points: int) -> dict[str, Any]:

@@ -85,10 +85,10 @@ class Monitor:
         return new
 
 
-def over_seeds(findings: Mapping[str, Sequence[Finding]]) -> list[str]:
+def findings_over_seeds(findings: Mapping[str, Sequence[Finding]]) -> list[str]:
     """Return one line for each kind of finding, with the seeds that have it, from the findings of each seed.
 
-    >>> over_seeds({"0": [], "1": [Finding("the loss rises", "it was 1 and is 2", "decrease the learning rate")]})
+    >>> findings_over_seeds({"0": [], "1": [Finding("the loss rises", "it was 1 and is 2", "decrease the learning rate")]})
     ['the loss rises: it was 1 and is 2; decrease the learning rate (seed 1)']
     """
     first = {finding.what: finding for each in reversed([*findings.values()]) for finding in each}
