@@ -78,6 +78,12 @@ HELP |= {
 HELP |= {"data where": "", "leaderboard": "[default: runs/leaderboard]", "recommend": "", "tune": "[required]"}
 
 
+@pytest.mark.parametrize("command", ["rnu", "data ftch", "run --ronds 3"])
+def test_a_name_for_a_misspelt_one_is_suggested_once(command):
+    printed = call(*command.split()).stderr
+    assert printed.lower().count("did you mean") == 1, printed
+
+
 @pytest.mark.parametrize(("command", "excerpt"), HELP.items())
 def test_help_shows_defaults_without_escapes(command, excerpt, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["fedcontext", *command.split(), "--help"])
@@ -85,6 +91,7 @@ def test_help_shows_defaults_without_escapes(command, excerpt, monkeypatch, caps
         main()
     text = capsys.readouterr().out
     assert "Usage: " in text
+    assert "--json is given" not in " ".join(text.split()) or "  --json " in text
     assert excerpt in " ".join(text.split())
     assert "\\" not in text
 
@@ -297,7 +304,12 @@ BAD = {
     "unknown algorithm": (["run", "--algorithm", "fedsgd"], "algorithm must be one of fedavg, fedprox"),
     "unknown data set": (
         ["run", "--dataset", "cifar"],
-        f"dataset must be one of {', '.join(NAMES)}, got 'cifar'",
+        f"dataset must be one of {', '.join(NAMES)}, got 'cifar'; your own data run from Python only, with data=...",
+    ),
+    "a range of seeds to tune on": (["tune", "--grid", "epochs=1..5,5", "--seeds", "0-2"], "not a range, got '0-2'"),
+    "a range of seeds": (
+        ["compare", "--seeds", "0..2"],
+        "seeds must be comma-separated values such as 0,1,2 and not a range, got '0..2'",
     ),
     "misspelt data set": (
         ["run", "--dataset", "minst"],

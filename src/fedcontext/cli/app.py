@@ -22,7 +22,7 @@ UsageError: Any = typer.BadParameter.__base__  # of the Click that Typer imports
 
 
 class Group(TyperGroup):
-    """The program; long usage errors are shortened, as our own are."""
+    """The program; long usage errors are shortened, as our own are, and suggest a name once."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         """Return the context of the program's own options."""
@@ -41,7 +41,9 @@ def _short_errors() -> Iterator[None]:
         yield
     except UsageError as error:
         if type(error).__name__ != "NoArgsIsHelpError":  # its message is the whole help
-            error.message = shortened(error.message, LONGEST_USAGE)
+            repeated = getattr(error, "possibilities", None)  # which newer versions of Click add to Typer's message
+            message = error.message.partition(" Did you mean")[0] if repeated else error.message
+            error.message = shortened(message, LONGEST_USAGE)
         raise
 
 

@@ -21,6 +21,7 @@ from fedcontext.cli.options import (
     interruptible,
     levels_from,
     results_folder,
+    seeds_from,
     takes_settings,
 )
 from fedcontext.cli.tables import plain_table, progress
@@ -120,7 +121,7 @@ def tune(
     check_folder(out_dir)
     task = entries.Task("tune", "", {**settings, "rounds": experiment_from(settings).rounds}, levels_from(levels))
     entrant = entries.Entrant("tune", {}, parse_grid(grid))
-    tuning = [experiment_from({**settings, "seed": seed}).seed for seed in distinct("seeds", seeds)]
+    tuning = [experiment_from({**settings, "seed": seed}).seed for seed in seeds_from(seeds)]
     experiments = tuning_experiments(task, entrant, tuning)
     with interruptible(out_dir, REUSED), progress("tune", sum(each.rounds for each in experiments), quiet) as on_round:
         run_missing(experiments, out_dir, jobs, on_round)

@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 import os
+import re
 import shlex
 import signal
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -46,7 +47,8 @@ DefencesOff = Annotated[
     typer.Option(metavar="none", help="none turns off all defences except those given by their own option."),
 ]
 Out = Annotated[Path, typer.Option("--out", help="Directory for records and the TOML files that repeat the runs.")]
-Quiet = Annotated[
+Quiet = Annotated[bool, typer.Option("--quiet", callback=_silence_log, help="Print errors only.")]
+QuietOrJson = Annotated[
     bool, typer.Option("--quiet", callback=_silence_log, help="Print errors only, and the result if --json is given.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -165,6 +167,18 @@ def distinct(name: str, given: object) -> list[str]:
     if not all(values) or not 0 < len(set(values)) == len(listed):
         raise FedcontextError(f"{name} must be distinct comma-separated values, got {shown(given)}")
     return values
+
+
+def seeds_from(given: object) -> list[str]:
+    """Return the seeds of a comma-separated list, or of one from a TOML file.
+
+    >>> seeds_from("0,1,2")
+    ['0', '1', '2']
+    """
+    seeds = distinct("seeds", given)
+    if any(re.fullmatch(r"\d+(\.\.|-)\d+", seed) for seed in seeds):
+        raise FedcontextError(f"seeds must be comma-separated values such as 0,1,2 and not a range, got {shown(given)}")
+    return seeds
 
 
 def levels_from(given: str) -> tuple[float, ...]:

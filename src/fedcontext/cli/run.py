@@ -20,12 +20,13 @@ from fedcontext.cli.options import (
     AsJson,
     Jobs,
     Out,
-    Quiet,
+    QuietOrJson,
     ReportPage,
     Track,
     distinct,
     interruptible,
     levels_from,
+    seeds_from,
     takes_settings,
 )
 from fedcontext.cli.tables import LEGEND, comparison, excluded_replies, lost_rounds, outcome
@@ -73,7 +74,7 @@ def run(
     levels: Levels = DEFAULT_LEVELS,
     report: ReportPage = None,
     track: Track = "",
-    quiet: Quiet = False,
+    quiet: QuietOrJson = False,
     as_json: AsJson = False,
 ) -> None:
     """Run one algorithm and write a record of every round."""
@@ -103,7 +104,7 @@ def compare(
     levels: Levels = DEFAULT_LEVELS,
     report: ReportPage = None,
     track: Track = "",
-    quiet: Quiet = False,
+    quiet: QuietOrJson = False,
     as_json: AsJson = False,
 ) -> None:
     """Run several algorithms on the same devices, epochs and batches, and compare them.
@@ -150,7 +151,7 @@ def _how_to_continue(resume: bool) -> str:
 def _experiments(settings: dict[str, Any]) -> list[Experiment]:
     """Return one experiment for each data set, algorithm and seed; the TOML file of a single run has one of each."""
     names = distinct("algorithms", settings.pop("algorithms", settings.pop("algorithm", ALGORITHMS)))
-    seeds = distinct("seeds", settings.pop("seeds", str(settings.pop("seed", SEEDS))))
+    seeds = seeds_from(settings.pop("seeds", str(settings.pop("seed", SEEDS))))
     datasets = distinct("dataset", settings.pop("dataset")) if "dataset" in settings else [DATASET]
     return [
         experiment_from({**settings, "dataset": dataset, "algorithm": name, "seed": seed})

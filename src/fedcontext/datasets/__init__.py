@@ -13,7 +13,7 @@ from fedcontext.datasets.leaf import leaf
 from fedcontext.datasets.mnist import mnist
 from fedcontext.datasets.partition import dirichlet, iid, power_law, shards
 from fedcontext.datasets.synthetic import synthetic
-from fedcontext.errors import unknown_value_error
+from fedcontext.errors import FedcontextError, unknown_value_error
 
 NAMES = {
     "synthetic-iid": "synthetic: 30 devices with the same distribution",
@@ -38,7 +38,7 @@ def load_dataset(name: str, seed: int = 0) -> FederatedData:
     >>> load_dataset("no-such-data")
     Traceback (most recent call last):
     ...
-    fedcontext.errors.FedcontextError: dataset must be one of synthetic-iid, synthetic-A-B, synthetic-A-B-N, mnist, mnist-N, femnist, leaf:PATH, got 'no-such-data'
+    fedcontext.errors.FedcontextError: dataset must be one of synthetic-iid, synthetic-A-B, synthetic-A-B-N, mnist, mnist-N, femnist, leaf:PATH, got 'no-such-data'; your own data run from Python only, with data=...
     """
     if name == "synthetic-iid":
         return synthetic(0, 0, iid=True, seed=seed)
@@ -54,7 +54,9 @@ def load_dataset(name: str, seed: int = 0) -> FederatedData:
     if name.startswith("leaf:"):
         return leaf(name.removeprefix("leaf:"))
     suggestion = f"leaf:{name}" if _is_folder(name) else ""
-    raise unknown_value_error("dataset", name, EXAMPLES, accepted=f"one of {', '.join(NAMES)}", suggestion=suggestion)
+    accepted = f"one of {', '.join(NAMES)}"
+    error = unknown_value_error("dataset", name, EXAMPLES, accepted=accepted, suggestion=suggestion)
+    raise FedcontextError(f"{error}; your own data run from Python only, with data=...")
 
 
 def _is_folder(name: str) -> bool:
