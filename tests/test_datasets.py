@@ -93,6 +93,15 @@ def test_images_are_partitioned_with_little_memory_beside_the_result():
     assert peak < 1.5 * 4 * pixels.size
 
 
+def test_data_are_printed_in_one_line():
+    for name in ("synthetic-iid", "synthetic-1-1-1000"):
+        data = datasets.load_dataset(name)
+        printed = repr(data)
+        assert len(printed) < 150
+        for part in (f"'{name}'", f"devices={data.population},", "classes=10", "features=60"):
+            assert part in printed
+
+
 def test_every_device_keeps_a_tenth_for_test():
     data = synthetic(1, 1)
     share = data.test.sizes / (data.train.sizes + data.test.sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -494,7 +495,12 @@ def test_arrays_in_place_of_data_are_refused_also_by_runs_into_files(tmp_path):
         run(fc.Experiment("mine"), tmp_path, data=np.eye(3))
 
 
-def test_data_without_test_samples_are_announced():
+def test_data_without_test_samples_are_announced_at_the_users_line(tmp_path):
     data = fc.federate(np.eye(8), np.arange(8) % 2, [np.arange(4), np.arange(4, 8)], test_share=0)
-    with pytest.warns(UserWarning, match="data 'custom' has no test samples: records have an accuracy of 0"):
-        fc.prepare(fc.Experiment("custom", rounds=1, devices_per_round=2), data=data)
+    experiment = fc.Experiment("custom", rounds=1, devices_per_round=2)
+    for start in (fc.prepare, fc.train, partial(run, out=tmp_path)):
+        with pytest.warns(
+            UserWarning, match="data 'custom' has no test samples: records have an accuracy of 0"
+        ) as seen:
+            start(experiment, data=data)
+        assert {warning.filename for warning in seen} == {__file__}  # the user's line, not one of ours

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from types import ModuleType
 from typing import TypeVar
@@ -51,6 +53,20 @@ def require(module: str, extra: str) -> ModuleType:
         raise MissingExtra(f"{error.name or module} is not installed: pip install 'fedcontext[{extra}]'") from error
     except ImportError as error:
         raise MissingExtra(f"{module} cannot be imported ({error}): pip install -U 'fedcontext[{extra}]'") from error
+
+
+def warn_user(message: str) -> None:
+    """Issue a `UserWarning` at the line that called into this package, however deep in it the reason was found.
+
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warn_user("no test samples")
+    >>> str(caught[0].message)
+    'no test samples'
+    """
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "fedcontext":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 def shortened(text: str, length: int) -> str:

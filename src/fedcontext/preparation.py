@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ from fedcontext.coding import coding_for
 from fedcontext.datasets import FederatedData, load_dataset
 from fedcontext.datasets.federated import full_participation, gather
 from fedcontext.engines.base import Engine, EngineOptions, engine_named
-from fedcontext.errors import FedcontextError, shown
+from fedcontext.errors import FedcontextError, shown, warn_user
 from fedcontext.experiment import Experiment, checked, experiment_from
 from fedcontext.faults.disturbance import disturbance_of
 from fedcontext.fleet import PROFILES, make_fleet
@@ -63,7 +62,7 @@ def prepare(
     check_inputs(experiment, data)
     data = data or load_dataset(experiment.dataset, experiment.data_seed)
     if not len(data.test.labels):
-        warnings.warn(f"data '{data.name}' has no test samples: records have an accuracy of 0", stacklevel=2)
+        warn_user(f"data '{data.name}' has no test samples: records have an accuracy of 0")
     own_engine = engine is not None
     engine = engine or _engine(experiment, data, model)
     rate = algorithm.local.learning_rate if isinstance(algorithm, Algorithm) else experiment.learning_rate
@@ -73,9 +72,7 @@ def prepare(
     _check_combination(algorithm, engine)
     memory = "differences" in algorithm.rule.needs
     if memory and experiment.averaging != "mean":
-        warnings.warn(
-            f"averaging has no effect on rule '{algorithm.rule.name}', which uses the plain mean", stacklevel=2
-        )
+        warn_user(f"averaging has no effect on rule '{algorithm.rule.name}', which uses the plain mean")
     _check_sketch(experiment.sketch, algorithm.rule)
     coding = coding_for(experiment.gradient_bits, memory, experiment.probes == "cohort", experiment.sketch)
     beta = algorithm.rule.smoothness or beta  # the bound is reported at the rule's own β

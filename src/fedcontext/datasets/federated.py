@@ -70,14 +70,27 @@ class LazySplit:
         return LazySplit(self.sizes, lambda device: function(self.generate(device)), self.evaluation.map(function))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FederatedData:
-    """A data set on N devices, each with its own training and test samples."""
+    """A data set on N devices, each with its own training and test samples.
+
+    >>> whole = join([(np.zeros((2, 3)), np.zeros(2, int)), (np.ones((1, 3)), np.ones(1, int))])
+    >>> FederatedData("both", whole, whole, classes=2)
+    FederatedData('both', devices=2, train_samples=3, test_samples=3, classes=2, features=3)
+    """
 
     name: str
     train: Split | LazySplit
     test: Split  # of all devices, or of the evaluation devices
     classes: int
+
+    def __repr__(self) -> str:
+        """Return the name and the sizes; the samples would fill the screen."""
+        samples = f"train_samples={self.train.sizes.sum()}, test_samples={len(self.test.labels)}"
+        return (
+            f"FederatedData({self.name!r}, devices={self.population}, {samples}, "
+            f"classes={self.classes}, features={self.dimension})"
+        )
 
     @cached_property
     def digest(self) -> str:
