@@ -47,7 +47,7 @@ bench: .venv/test.done  ## Us and the peers side by side, each in its own enviro
 	$(PYTHON) -m venv .venv
 
 .venv/demo.done: pyproject.toml constraints.txt | .venv/bin/pip
-	$(PIP) --editable '.[plot]'
+	$(PIP) --editable '.[plot,numba]'
 	touch $@
 
 .venv/test.done: pyproject.toml constraints.txt | .venv/bin/pip
