@@ -177,6 +177,32 @@ def test_a_reversed_gradient_is_not_used_by_the_rule_with_memory(flatness):
         last, state, w = w, result.state, result.params
 
 
+def two_faced_run(liars, defences, rounds=25):
+    """Return the distance to the honest devices' optimum, and who was named, where liars pull in a direction of their own."""
+    random = np.random.default_rng(1)
+    centres, scale = 1 + 0.3 * random.standard_normal((20, 40)), 10.0 ** random.uniform(-2, 0, 40)
+    target, honest = random.standard_normal(40) / np.sqrt(40), np.arange(liars, 20)
+    w, last, state, named = np.zeros(40), None, None, set()
+    for _ in range(rounds):
+        updates, gradients = (1 - (1 - 0.3 * scale) ** 8) * (centres - w), scale * (w - centres)
+        updates[:liars] = norm(updates[honest].mean(axis=0)) * target
+        gradients[:liars] = -10 * norm(gradients[honest].mean(axis=0)) * target
+        differences = None if last is None else [scale * (w - last)] * 20
+        given = {"gradients": dict(enumerate(gradients)), "differences": differences, "state": state}
+        result = fc.aggregate(w, dict(enumerate(updates)), rule=fc.contextual_memory(), defences=defences, **given)
+        named |= {name for name, note in result.clipped.items() if "cosine with the last step" in note}
+        last, state, w = w, result.state, result.params
+    return norm(scale * (w - centres[honest].mean(axis=0))), named
+
+
+def test_a_gradient_that_promises_far_more_than_the_others_along_the_last_step_is_not_used():
+    assert two_faced_run(0, fc.Defences())[1] == set()
+    pulled, unnamed = two_faced_run(2, fc.Defences(max_descent=0))
+    bounded, named = two_faced_run(2, fc.Defences())
+    assert (unnamed, named) == (set(), {0, 1})
+    assert bounded < pulled / 2
+
+
 def test_replies_that_are_not_finite_count_as_missing():
     updates = {"a": np.ones(2), "b": np.full(2, np.nan), "c": np.full(2, np.inf)}
     result = fc.aggregate(np.zeros(2), updates, rule=fc.mean())

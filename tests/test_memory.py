@@ -180,7 +180,7 @@ def test_several_aggregators_take_the_step_of_one(seed, parts):
 
 
 def test_probes_left_out_are_counted_over_all_aggregators():
-    assert (Sums(2, concave=1) + Sums(2, concave=2)).concave == 3
+    assert (Sums(2, contradicting=1) + Sums(2, contradicting=2)).contradicting == 3
 
 
 def test_the_gradient_estimate_starts_again_when_reversed_gradients_are_first_found():
@@ -191,11 +191,11 @@ def test_the_gradient_estimate_starts_again_when_reversed_gradients_are_first_fo
     for found, forgotten in ((1, True), (0, False)):
         _, updates, gradients, differences = problem.round(w + step, w)
         sums = summed(updates, gradients, differences)
-        sums.concave = found
+        sums.contradicting = found
         _, after, _ = memory_step(sums, memory, MemorySettings(), 40)
         assert np.allclose(after.gradient, sums.mean_gradient) is forgotten
-    sums.concave = 1  # found before: the memory is clean, and is kept
-    again = memory_step(sums, replace(after, concave=1), MemorySettings(), 40)[1]
+    sums.contradicting = 1  # found before: the memory is clean, and is kept
+    again = memory_step(sums, replace(after, contradicting=1), MemorySettings(), 40)[1]
     assert not np.allclose(again.gradient, sums.mean_gradient)
 
 

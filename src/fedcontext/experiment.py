@@ -139,6 +139,11 @@ class Experiment:
     max_step: float = setting(
         SAFE.max_step, number(), "Steps of averaging rules are at most this multiple of the median update; 0 disables"
     )
+    max_descent: float = setting(
+        SAFE.max_descent,
+        number(),
+        "Gradients whose cosine with the last step is this many spreads below the median are not used (memory); 0 disables",
+    )
     max_concavity: float = setting(
         SAFE.max_concavity,
         number(),

@@ -17,8 +17,9 @@ from fedcontext.aggregation.validation import raise_not_finite
 from fedcontext.arrays.tree import BoolArray, FloatArray, Leaves, Structure, largest_number, rebuild, size_of
 from fedcontext.errors import FedcontextError
 from fedcontext.measurement.combination import combined_probes
-from fedcontext.measurement.defences import Defences, lower_median
+from fedcontext.measurement.defences import OFF, Defences, lower_median
 from fedcontext.measurement.geometry import Geometry, Report, Vectors, measure, norms_of
+from fedcontext.measurement.last_step import AlongLastStep
 from fedcontext.measurement.screening import Screened, screen
 from fedcontext.measurement.sums import by_coordinate, dot, flat, sums_of, unflat
 from fedcontext.rules.base import CoordinateRule, Rule, State, SumRule
@@ -110,8 +111,7 @@ def apply_step(rule: SumRule | CoordinateRule, inputs: Inputs) -> Aggregation:
     measured, state = inputs.measured, inputs.state
     vectors = replace(inputs.vectors, probe_weights=None)  # sums count every probe alike
     norms = norms_of(vectors.updates, measured, inputs.scratch)
-    curvatures = _curvatures(rule, inputs) if inputs.defences.max_concavity else None
-    screened = inputs.screened(vectors, norms, weighs=bool(inputs.averaged), curvatures=curvatures)
+    screened = inputs.screened(vectors, norms, weighs=bool(inputs.averaged), along=_along_last_step(rule, inputs))
     info, motion = dict[str, Any](), Motion()
     if isinstance(rule, CoordinateRule):
         combine = partial(combination_of, rule)
@@ -145,14 +145,19 @@ def _rows(names: Iterable[str], updates: Sequence[Leaves], kept: BoolArray) -> R
     return {name: [update[name] for update in used] for name in names}
 
 
-def _curvatures(rule: SumRule | CoordinateRule, inputs: Inputs) -> FloatArray | None:
-    """Return (P,) <y, s> of each probe's gradient difference and the last step, or None where the rule has none."""
-    last = rule.last_step(inputs.state) if isinstance(rule, SumRule) else None
+def _along_last_step(rule: SumRule | CoordinateRule, inputs: Inputs) -> AlongLastStep | None:
+    """Return what the probes say along the last step, or None where the rule has none."""
+    last, vectors = rule.last_step(inputs.state) if isinstance(rule, SumRule) else None, inputs.vectors
     size = sum(size_of(inputs.leaves[name]) for name in inputs.measured)
-    if last is None or len(last) != size or not inputs.vectors.differences:
+    if last is None or len(last) != size or not vectors.differences or inputs.defences == OFF:
         return None
-    with np.errstate(over="ignore", invalid="ignore"):
-        return np.array([dot(flat(each, inputs.measured), last) for each in inputs.vectors.differences])
+    unit = last / (float(np.linalg.norm(last)) or 1.0)
+
+    def along(rows: Sequence[Leaves]) -> FloatArray:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.array([dot(flat(row, inputs.measured), unit) for row in rows])
+
+    return AlongLastStep(along(vectors.probes), along(vectors.differences))
 
 
 def _limited(weights: FloatArray, geometry: Geometry, most: float) -> tuple[FloatArray, dict[str, Any]]:

@@ -33,6 +33,7 @@ class Defences:
     max_update: float = 5.0  # largest norm of an update
     max_samples: float = 3.0  # largest sample count, where counts weigh devices or probes
     max_step: float = 10.0  # largest norm of the step, in median updates; for rules whose step depends on their lengths
+    max_descent: float = 10.0  # largest descent that a gradient promises along the last step, in spreads; with memory
     max_concavity: float = 0.1  # largest negative cosine of a gradient difference with the last step; with memory
     outlier: float = 100.0  # a device with a longer vector is left out of the round, as for NaN; 0 makes NaN an error
 
@@ -45,7 +46,7 @@ class Defences:
                 raise FedcontextError(f"{each.name} must be 0 (off) or at least {least}, got {value!r}")
 
 
-OFF = Defences(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+OFF = Defences(*[0.0] * len(fields(Defences)))
 
 
 class NoneUsable(FedcontextError):

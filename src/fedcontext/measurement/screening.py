@@ -15,6 +15,7 @@ import numpy as np
 from fedcontext.arrays.tree import SCRATCH, BoolArray, FloatArray, Leaves, all_finite, leaf_name
 from fedcontext.measurement.defences import OFF, Defences, NoneUsable, capped, lower_median, upper_median
 from fedcontext.measurement.geometry import Geometry, Name, Products, Vectors, norms_of, shares
+from fedcontext.measurement.last_step import AlongLastStep, contradicting
 
 FEWEST = 3  # vectors that are not zero among which one can be an outlier
 NEGLIGIBLE = 1e-3  # a vector of a smaller share of the median length is named: it looks wrong
@@ -108,7 +109,7 @@ class Screened:
     probe_weights: FloatArray | None  # (P,) capped
     excluded: dict[Name, str]
     clipped: dict[Name, str]
-    concave: int = 0  # probes left out for negative curvature along the last step
+    contradicting: int = 0  # probes left out for what they say along the last step
 
     @property
     def devices(self) -> BoolArray:
@@ -147,15 +148,14 @@ def screen(
     *,
     scale_free: bool = False,
     weighs: bool = True,
-    curvatures: FloatArray | None = None,
+    along: AlongLastStep | None = None,
     scratch: int = SCRATCH,
 ) -> Screened:
     """Return whose vectors are used, and how far each is clipped; raise `NoneUsable` if none are.
 
-    ``update_norms`` are (M,) over the ``measured`` leaves, and ``curvatures`` (P,) the inner products of the gradient
-    differences with the last step. ``scale_free``: the step does not depend on the updates' lengths, so none is an outlier.
-    ``weighs``: sample counts weigh something; else only outliers among them are named. Rows without a name, such as the
-    server's own, are used as they are.
+    ``update_norms`` are (M,) over the ``measured`` leaves. ``scale_free``: the step does not depend on the updates'
+    lengths, so none is an outlier. ``weighs``: sample counts weigh something; else only outliers among them are named.
+    Rows without a name, such as the server's own, are used as they are.
     """
     groups = _groups(vectors, update_norms, measured, rest, defences, scale_free, scratch)
     excluded = _excluded(vectors, groups) if defences.outlier else {}
@@ -164,16 +164,16 @@ def screen(
     devices, probing = vectors.names.devices, vectors.names.probes
     kept = _used(updates.names, excluded, len(update_norms))
     probes = _used(probing, excluded, len(vectors.probes))
-    concave = _concave(probing, curvatures, differences.norms, probes, defences.max_concavity)
+    unused = contradicting(probing, along, gradients.norms, differences.norms, probes, defences)
     samples, weights = np.where(kept[: len(devices)], vectors.samples, 0), vectors.probe_weights
     weights = None if weights is None else np.where(probes, weights, 0)
     most, named_from = defences.max_samples, defences.max_samples if weighs else defences.outlier or np.inf
-    notes = [note for group in groups for note in group.clipped.items()] + list(concave.items())
+    notes = [note for group in groups for note in group.clipped.items()] + list(unused.items())
     notes += _caps(devices, samples, most, named_from) + _caps(probing, weights, most, most)
     return Screened(
         names=devices,
         kept=kept,
-        probes=_used(probing, {**excluded, **concave}, len(probes)),
+        probes=_used(probing, {**excluded, **unused}, len(probes)),
         updates=_padded(updates.factors, len(update_norms)),
         gradients=_padded(gradients.factors, len(vectors.probes)),
         differences=differences.factors,
@@ -184,7 +184,7 @@ def screen(
         probe_weights=None if weights is None else capped(weights, most),
         excluded=excluded,
         clipped=_joined(notes),
-        concave=len(concave),
+        contradicting=len(unused),
     )
 
 
@@ -239,27 +239,6 @@ def _caps(names: Sequence[Name], counts: FloatArray | None, most: float, named_f
         return []
     multiples = zip(names, counts / median, strict=True)
     return [(n, f"samples: {x:.3g} times the median, capped to {most:g}") for n, x in multiples if x > named_from]
-
-
-def _concave(
-    names: Sequence[Name], curvatures: FloatArray | None, lengths: FloatArray, probes: BoolArray, most: float
-) -> dict[Name, str]:
-    """Return whose gradients are not used: those with negative curvature where that of most devices is positive.
-
-    That is the mark of a reversed gradient: for a convex loss <∇F(w) - ∇F(w'), w - w'> is never negative. Compared are
-    cosines, hence the ``lengths`` (P,) of the differences: some honest devices' curvature is a hundredth of the median.
-    """
-    if curvatures is None or not most or not len(names):
-        return {}
-    cosines = np.divide(curvatures, lengths, out=np.zeros(len(curvatures)), where=lengths > 0)
-    median = float(np.median(cosines[probes]))
-    if not median > 0:
-        return {}
-    return {
-        name: f"gradient: not used, its difference has {multiple:.3g} times the median cosine with the last step"
-        for name, multiple, used in zip(names, cosines / median, probes, strict=True)
-        if used and multiple < -most
-    }
 
 
 def _used(names: Sequence[Name], excluded: Collection[Name], count: int) -> BoolArray:

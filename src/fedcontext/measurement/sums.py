@@ -37,7 +37,7 @@ class Sums:
     gradient_norms: float = 0.0  # Σ ‖gᵢ‖²
     difference_norms: float = 0.0  # Σ ‖yᵢ‖²
     distortions: tuple[float, float] = (0.0, 0.0)  # shares of ‖gᵢ‖² and ‖yᵢ‖² that are noise of a code
-    concave: int = 0  # probes left out for negative curvature along the last step
+    contradicting: int = 0  # probes left out for what they say along the last step
 
     def __post_init__(self) -> None:
         for name in ("update", "gradient", "difference", "square"):
@@ -63,7 +63,15 @@ class Sums:
         if self.size != other.size:
             raise FedcontextError(f"sums must be of models of the same size, got {self.size} and {other.size}")
         total = Sums(self.size, self.devices + other.devices, self.probes + other.probes, distortions=self.distortions)
-        for name in ("update", "gradient", "difference", "square", "gradient_norms", "difference_norms", "concave"):
+        for name in (
+            "update",
+            "gradient",
+            "difference",
+            "square",
+            "gradient_norms",
+            "difference_norms",
+            "contradicting",
+        ):
             setattr(total, name, getattr(self, name) + getattr(other, name))
         return total
 
@@ -126,7 +134,7 @@ def sums_of(
     Own gradients count as the probes' (K2 = 0).
     """
     size = sum(size_of(vectors.updates[0][name]) for name in names)
-    total = Sums(size, distortions=distortions, concave=screened.concave)
+    total = Sums(size, distortions=distortions, contradicting=screened.contradicting)
     updates, gradients, differences = screened.updates, screened.gradients, screened.differences
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks whether the sums are finite
         for row in np.flatnonzero(screened.devices):

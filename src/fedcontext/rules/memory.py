@@ -83,7 +83,7 @@ class Memory:
     length: float  # running mean of ‖d‖
     trust: float  # ρ
     anchor: float  # τ
-    concave: int  # probes left out for negative curvature so far
+    contradicting: int  # probes left out so far for what they said along the last step
     evidence: FloatArray  # (2, 2) on steps and on deviations: decayed sum, and sum of its weights
 
 
@@ -187,9 +187,9 @@ def memory_step(
     deviation = _shortened(_shortened(_combined(x, unit), limit) - d, min(most, anchor * reference))
     if norm(deviation) <= ROUNDING * reference:
         deviation = np.zeros_like(d)  # rounding errors are no evidence for the anchor
-    concave = memory.concave + sums.concave
+    contradicting = memory.contradicting + sums.contradicting
     model = (unit, slopes, hits, squares, *fit)
-    after = Memory(m, error, v, d + deviation, deviation, *model, length, trust, anchor, concave, evidence)
+    after = Memory(m, error, v, d + deviation, deviation, *model, length, trust, anchor, contradicting, evidence)
     info = {"trust": trust, "anchor": anchor, "mean": dot(after.step, unit[MEAN]) / lengths[MEAN], "convex": bend > 0}
     return after.step, after, info
 
@@ -218,7 +218,7 @@ def _first_step(sums: Sums, settings: MemorySettings, population: float) -> tupl
         length=length,
         trust=1.0,
         anchor=settings.anchor,
-        concave=sums.concave,
+        contradicting=sums.contradicting,
         evidence=np.zeros((2, 2)),
     )
     return d, memory, {"trust": 1.0, "anchor": settings.anchor, "mean": 1.0, "convex": True}
@@ -236,11 +236,11 @@ def _gradient_estimate(
     """Return m = (m' + ȳ) + a (ḡ - m' - ȳ), and its expected squared error.
 
     The prior m' + ȳ errs by P' + Var(ȳ), the fresh mean ḡ by Var(ḡ); the gain a weighs the two as a Kalman filter does.
-    When probes are first left out for negative curvature the prior is dropped: reversed gradients are recognised by their
-    differences, which the first round does not have, so they may be in it.
+    When probes are first left out for what they say along the last step the prior is dropped: the first round has no step
+    before it, so their gradients may be in it.
     """
     drift, noise = memory.error + sums.difference_error(population), sums.gradient_error(population)
-    if sums.concave and not memory.concave:
+    if sums.contradicting and not memory.contradicting:
         return sums.mean_gradient, noise
     gain = float(np.clip(drift / (drift + noise + TINY), settings.floor, 1))
     m = prior + gain * (sums.mean_gradient - prior)
