@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 
@@ -14,8 +13,6 @@ from fedcontext.files.storage import write_text
 from fedcontext.leaderboard.document import header, line
 from fedcontext.results.summary import join_names, median_rounds
 from fedcontext.stress.cells import Cell, Results, merge, read_results, write_results
-
-Grid: TypeAlias = dict[tuple[str, str], list[Cell]]  # by condition and method: the cells of all shares
 
 INTRODUCTION = """# Reliability
 
@@ -37,7 +34,7 @@ SUMMARY = (
     "the worst cell of all tasks."
 )
 BOLD = ("contextual", "memory")  # our methods with their defences
-LINES = {**FAULTS, **{name: attack.help for name, attack in ATTACKS.items()}}
+NAMES = {*FAULTS, *ATTACKS}
 
 
 def publish(results: Results, folder: Path) -> list[Path]:
@@ -80,8 +77,8 @@ def _lines(results: Results) -> Iterator[str]:
 
 def _conditions(results: Results) -> str:
     """Return the faults and attacks of the results in words."""
-    named = [name for name in dict.fromkeys(cell.condition for cell in results.cells) if name in LINES]
-    return "each fault and each attack" if len(named) == len(LINES) else f"some faults and attacks ({', '.join(named)})"
+    named = [name for name in dict.fromkeys(cell.condition for cell in results.cells) if name in NAMES]
+    return "each fault and each attack" if len(named) == len(NAMES) else f"some faults and attacks ({', '.join(named)})"
 
 
 def _shares(results: Results) -> list[float]:
@@ -109,30 +106,29 @@ def _bold(method: str) -> str:
 
 def summary_rows(results: Results) -> Iterator[dict[str, str]]:
     """Yield one row a method, by column: points lost to the same method without faults, over all tasks."""
-    shares, several = _shares(results), len(results.rounds) > 1
-    first, *others = (f"{_percent(share)} %" for share in shares)
     for method in dict.fromkeys(cell.method for cell in results.cells):
         own = [cell for cell in results.cells if cell.method == method]
-        honest = {cell.task: np.mean(cell.accuracy) for cell in own if cell.kind == "none"}
-        drops = {id(cell): 100 * float(honest[cell.task] - np.mean(cell.accuracy)) for cell in own}
-        disturbed = [cell for cell in own if cell.kind != "none"]
-        attacks = [[c for c in disturbed if c.kind == "attack" and c.share == share] for share in shares]
-        groups = {"faults": [cell for cell in disturbed if cell.kind == "faults"]}
-        groups |= dict(zip((f"attacks {first}", *others), attacks, strict=True))
-        worst = max(disturbed, key=lambda cell: drops[id(cell)])
-        where = f"{worst.condition} {_percent(worst.share)}{f', {worst.task}' if several else ''}"
-        yield {
-            "method": method,
-            "accuracy": "/".join(f"{honest[task]:.3f}" for task in results.rounds),
-            **{
-                name: f"{np.mean([drops[id(cell)] for cell in group]):.1f}" if group else ""
-                for name, group in groups.items()
-            },
-            "worst": f"{drops[id(worst)]:.0f} ({where})",
-            "cells within 3 points": f"{sum(drops[id(cell)] <= 3 for cell in disturbed)} of {len(disturbed)}",
-            "rounds lost": str(sum(sum(cell.lost) for cell in own)),
-            "runs ended": str(sum(cell.ended for cell in own)),
-        }
+        yield {"method": method, **_summary_row(own, list(results.rounds), _shares(results))}
+
+
+def _summary_row(cells: Sequence[Cell], tasks: Sequence[str], shares: Sequence[float]) -> dict[str, str]:
+    """Return the columns of one method, from its cells."""
+    honest = {cell.task: np.mean(cell.accuracy) for cell in cells if cell.kind == "none"}
+    drops = [(100 * float(honest[cell.task] - np.mean(cell.accuracy)), cell) for cell in cells if cell.kind != "none"]
+    first, *others = (f"{_percent(share)} %" for share in shares)
+    groups = {"faults": [drop for drop, cell in drops if cell.kind == "faults"]}
+    for title, share in zip((f"attacks {first}", *others), shares, strict=True):
+        groups[title] = [drop for drop, cell in drops if cell.kind == "attack" and cell.share == share]
+    most, worst = max(drops, key=lambda pair: pair[0])
+    where = f"{worst.condition} {_percent(worst.share)}{f', {worst.task}' if len(tasks) > 1 else ''}"
+    return {
+        "accuracy": "/".join(f"{honest[task]:.3f}" for task in tasks),
+        **{title: f"{np.mean(group):.1f}" if group else "" for title, group in groups.items()},
+        "worst": f"{most:.0f} ({where})",
+        "cells within 3 points": f"{sum(drop <= 3 for drop, _ in drops)} of {len(drops)}",
+        "rounds lost": str(sum(sum(cell.lost) for cell in cells)),
+        "runs ended": str(sum(cell.ended for cell in cells)),
+    }
 
 
 def _backdoors(cells: Sequence[Cell]) -> Iterator[str]:
@@ -150,13 +146,13 @@ def _mean(values: Sequence[float]) -> str:
 def _table(cells: Sequence[Cell], measure: Callable[[Cell], str]) -> Iterator[str]:
     """Yield the table of one measure: conditions down, methods across, the shares in one cell."""
     methods = list(dict.fromkeys(cell.method for cell in cells))
-    grid: Grid = {}
+    grid: dict[tuple[str, str], list[Cell]] = {}  # by condition and method: the cells of all shares
     for cell in cells:
         grid.setdefault((cell.condition, cell.method), []).append(cell)
     yield from header(("", *map(_bold, methods)))
     for condition in dict.fromkeys(cell.condition for cell in cells):
         shares = [cell.share for cell in grid[condition, methods[0]]]
-        label = condition if condition not in LINES else f"{condition} {'/'.join(_percent(share) for share in shares)}"
+        label = condition if condition not in NAMES else f"{condition} {'/'.join(_percent(share) for share in shares)}"
         yield line(label, *("/".join(map(measure, grid[condition, method])) for method in methods))
     yield ""
 
