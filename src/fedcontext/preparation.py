@@ -68,25 +68,25 @@ def prepare(
     rate = algorithm.local.learning_rate if isinstance(algorithm, Algorithm) else experiment.learning_rate
     beta = smoothness_of(experiment.smoothness, rate, lambda: measured_smoothness(engine, data))
     algorithm = _algorithm(experiment, algorithm, beta)
+    rule, memory = algorithm.rule, "differences" in algorithm.rule.needs
     fleet = make_fleet(PROFILES[experiment.fleet], data.population, experiment.seed)
     _check_combination(algorithm, engine)
-    memory = "differences" in algorithm.rule.needs
     if memory and experiment.averaging != "mean":
-        warn_user(f"averaging has no effect on rule '{algorithm.rule.name}', which uses the plain mean")
-    _check_sketch(experiment.sketch, algorithm.rule)
+        warn_user(f"averaging has no effect on rule '{rule.name}', which uses the plain mean")
+    _check_sketch(experiment.sketch, rule)
     coding = coding_for(experiment.gradient_bits, memory, experiment.probes == "cohort", experiment.sketch)
-    beta = algorithm.rule.smoothness or beta  # the bound is reported at the rule's own β
+    beta = rule.smoothness or beta  # the bound is reported at the rule's own β
     disturbance = disturbance_of(
         experiment.seed,
         parse_shares(experiment.faults),
         parse_shares(experiment.attack),
         data,
         engine,
-        algorithm.rule.needs,
+        rule.needs,
         by_samples=experiment.probe_averaging == "samples",
         make_engine=None if own_engine else lambda changed: _engine(experiment, changed, model),
     )
-    root = _root(experiment, data, model) if algorithm.rule.needs & {"root", "root gradient"} else None
+    root = _root(experiment, data, model) if rule.needs & {"root", "root gradient"} else None
     simulation = Simulation(experiment, data, engine, algorithm, fleet, beta, coding, disturbance, root)
     _check_participation(simulation)
     return simulation

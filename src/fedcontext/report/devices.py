@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fedcontext.arrays.tree import FloatArray
 from fedcontext.report.downsample import downsample, round_values
 from fedcontext.report.milestones import bound_held
 from fedcontext.results.reader import Row, column
@@ -27,13 +28,7 @@ def weight_heatmap(rows: Sequence[Row], max_cells: int) -> dict[str, Any]:
     most_selected = selected.most_common(min(200, max_cells // max(width, 1)))
     devices = sorted((device for device, _ in most_selected), key=_sort_key)
     position = {device: index for index, device in enumerate(devices)}
-    sums, counts = np.zeros((len(devices), width)), np.zeros((len(devices), width))
-    for index, row in enumerate(rows):
-        for device, weight in zip(row["devices"], row["weights"], strict=True):
-            if device in position and weight is not None:
-                sums[position[device], index * width // len(rows)] += weight
-                counts[position[device], index * width // len(rows)] += 1
-    values = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
+    values = _mean_weights(rows, position, width)
     known = np.abs(values[np.isfinite(values)])
     return {
         "rounds": [rows[-(-column * len(rows) // width)]["number"] for column in range(width)],
@@ -97,6 +92,18 @@ def ranges(numbers: Iterable[int], max_ranges: int = 12) -> str:
     texts = [str(low) if low == high else f"{low}–{high}" for low, high in spans]
     more = f" and {len(texts) - max_ranges} more" if len(texts) > max_ranges else ""
     return ", ".join(texts[:max_ranges]) + more
+
+
+def _mean_weights(rows: Sequence[Row], position: dict[int | str, int], width: int) -> FloatArray:
+    """Return (devices, width) mean weights over the rounds of each column; NaN where a device has none."""
+    sums, counts = np.zeros((len(position), width)), np.zeros((len(position), width))
+    for index, row in enumerate(rows):
+        for device, weight in zip(row["devices"], row["weights"], strict=True):
+            if device in position and weight is not None:
+                cell = position[device], index * width // len(rows)
+                sums[cell] += weight
+                counts[cell] += 1
+    return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
 
 
 def _sorted_weights(row: Row) -> dict[str, Any]:
