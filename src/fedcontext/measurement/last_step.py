@@ -12,7 +12,7 @@ from fedcontext.measurement.defences import Defences
 from fedcontext.measurement.geometry import Name
 
 FEWEST = 8  # gradients whose spread is known
-NEAR = 0.25  # a cosine this close to the median is never too steep
+NEAR = 0.4  # a cosine this close to the median is never too steep
 
 
 @dataclass(frozen=True)
