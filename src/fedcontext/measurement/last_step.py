@@ -11,7 +11,7 @@ from fedcontext.arrays.tree import BoolArray, FloatArray
 from fedcontext.measurement.defences import Defences
 from fedcontext.measurement.geometry import Name
 
-FEWEST = 8  # gradients whose spread is known
+FEWEST = 8  # of fewer gradients the spread says little
 NEAR = 0.4  # a cosine this close to the median is never too steep
 
 
