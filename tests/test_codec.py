@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedcontext.compression.codec import HEADER, IDENTITY, Codec
-from fedcontext.compression.rotation import SMALLEST
+from fedcontext.compression.rotation import SMALLEST, hadamard
 from fedcontext.errors import FedcontextError
 
 KEY = (7, 3, 8, 5)
@@ -42,6 +42,24 @@ def test_the_noise_in_a_decoded_vector_is_the_share_that_the_codec_names(bits):
     decoded = restored(bits, vector, 200)
     noise = ((decoded - vector) ** 2).sum() / (decoded**2).sum()
     assert noise == pytest.approx(Codec(bits).distortion, rel=0.1, abs=1e-6)
+
+
+@pytest.mark.parametrize("length", [2**power for power in range(1, 16)])
+def test_the_compiled_transform_gives_the_bits_of_numpys(length):
+    compiled = pytest.importorskip("fedcontext.compression.compiled", reason="Numba is not installed")
+    blocks = np.random.default_rng(length).standard_normal((3, length)).astype(np.float32)
+    before = blocks.copy()
+    np.testing.assert_array_equal(compiled.hadamard(blocks), hadamard(blocks))
+    np.testing.assert_array_equal(blocks, before)
+
+
+def test_many_long_vectors_are_coded_as_each_alone():
+    vectors = np.random.default_rng(0).standard_normal((5, 2**17 + 300))
+    together = Codec(2).roundtrip(vectors, keys(5))
+    alone = [
+        Codec(2).decode(Codec(2).encode(row, key), key, row.size) for row, key in zip(vectors, keys(5), strict=True)
+    ]
+    np.testing.assert_array_equal(together, alone)
 
 
 def nmse(decoded, vector):

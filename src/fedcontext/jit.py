@@ -13,24 +13,27 @@ from numba.core import event
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Sums may be reordered, so that they vectorise; NaN and infinity keep their meaning, so that divergence is detected.
-_OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "arcp", "nsz"}}
+_REORDERED = {"reassoc", "contract", "arcp", "nsz"}
+_OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": _REORDERED}
 _njit: Any = numba.njit
 # For functions that only compiled functions call: compiled as part of these.
 inner: Callable[[Function], Function] = _njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)
 
 
-def compiled(function: Function) -> Function:
+def compiled(function: Function, *, exact: bool = False) -> Function:
     """Return the function compiled at its first call, and cached on disk where a cache folder is writable.
 
-    It may call `inner` functions, but no other compiled one: what is inlined would then depend on the state of the
-    cache, and results could differ in the last bit from process to process.
+    ``exact``: its arithmetic is done in the order written, so that NumPy gives the same bits. It may call `inner`
+    functions, but no other compiled one: what is inlined would then depend on the state of the cache, and results could
+    differ in the last bit from process to process.
     """
+    options = {**_OPTIONS, "fastmath": False} if exact else _OPTIONS
     try:
-        cached: Function = _njit(cache=True, **_OPTIONS)(function)
+        cached: Function = _njit(cache=True, **options)(function)
         return cached
     except RuntimeError:  # Numba finds no folder that it may write to
         _Announcement.frequency = "in each process (set NUMBA_CACHE_DIR to a writable folder to cache it)"
-        uncached: Function = _njit(**_OPTIONS)(function)
+        uncached: Function = _njit(**options)(function)
         return uncached
 
 

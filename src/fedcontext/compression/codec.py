@@ -24,16 +24,20 @@ import numpy.typing as npt
 from fedcontext.compression.rotation import (
     CHUNK,
     Key,
+    Transform,
     Vector,
     as_matrix,
     blocks_of,
+    fastest_transform,
     groups,
+    hadamard,
     rotate,
     rotate_back,
     signs_of,
     sources_of,
 )
 from fedcontext.errors import FedcontextError
+from fedcontext.threads import on_all_cores
 
 Codes: TypeAlias = npt.NDArray[np.uint8]
 
@@ -140,16 +144,20 @@ class Codec:
         return result[0] if single else result
 
     def _rows(self, values: npt.NDArray[Any], keys: Sequence[Any]) -> Vector:
-        result, size = np.empty(values.shape, np.float32), values.shape[1]
+        """Return each row as it is decoded; as many rows at once as fit in a chunk, and chunks on all cores."""
+        result, size, transform = np.empty(values.shape, np.float32), values.shape[1], fastest_transform(values.size)
         step = max(1, CHUNK // max(size, 1))
-        for rows in (slice(row, row + step) for row in range(0, len(values), step)):
-            for start, scales, codes, signs in self._quantised(values[rows], keys[rows]):
-                blocks = self._restored(scales, codes, signs).reshape(len(values[rows]), -1)
+
+        def code(rows: slice) -> None:
+            for start, scales, codes, signs in self._quantised(values[rows], keys[rows], transform):
+                blocks = self._restored(scales, codes, signs, transform).reshape(len(values[rows]), -1)
                 result[rows, start : start + blocks.shape[1]] = blocks[:, : size - start]
+
+        on_all_cores(code, [slice(row, row + step) for row in range(0, len(values), step)])
         return result
 
     def _quantised(
-        self, values: npt.NDArray[Any], keys: Sequence[Any]
+        self, values: npt.NDArray[Any], keys: Sequence[Any], transform: Transform = hadamard
     ) -> Iterator[tuple[int, Vector, Codes, list[Vector]]]:
         """Yield (first entry, scales (B,), codes (B, L), signs) for each group of B blocks with L entries."""
         sources, levels = sources_of(keys), _levels(self.bits)
@@ -161,13 +169,13 @@ class Codec:
             zero = peak == 0  # such a block has scale 0 and any codes
             units = (blocks / np.where(zero, 1, peak)[:, None]).astype(np.float32)  # whose squares cannot overflow
             energy = np.where(zero, 1, np.square(units).sum(axis=1))
-            rotated = rotate(units, signs)
+            rotated = rotate(units, signs, transform)
             codes = _nearest(rotated * np.sqrt(length / energy)[:, None].astype(np.float32), self.bits)
             match = np.where(zero, 1, (levels[codes] * rotated).sum(axis=1))
             yield start, _scales(peak * (energy / match)), codes, signs
 
-    def _restored(self, scales: Vector, codes: Codes, signs: list[Vector]) -> Vector:
-        return rotate_back(_levels(self.bits)[codes], signs) * scales[:, None]
+    def _restored(self, scales: Vector, codes: Codes, signs: list[Vector], transform: Transform = hadamard) -> Vector:
+        return rotate_back(_levels(self.bits)[codes], signs, transform) * scales[:, None]
 
 
 IDENTITY = Codec(bits=32)

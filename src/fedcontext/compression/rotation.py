@@ -6,7 +6,8 @@ them from the same key.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from operator import index
 from typing import Any, TypeAlias
 
@@ -16,9 +17,11 @@ import numpy.typing as npt
 from fedcontext.errors import FedcontextError
 
 Vector: TypeAlias = npt.NDArray[np.float32]
+Transform: TypeAlias = Callable[[Vector], Vector]
 Key: TypeAlias = Sequence[int]  # such as (seed, round, stream, device): whole numbers, 0 or more
 
 SMALLEST, LARGEST = 2**7, 2**15  # entries of a block: smaller ones are biased, larger ones no better and slower
+COMPILED_FROM = 2**16  # entries from which the compiled transform pays for being loaded
 CHUNK = 2**18  # entries processed at once, which bounds the memory; part of the format, as are the constants above
 
 
@@ -84,21 +87,34 @@ def hadamard(blocks: Vector) -> Vector:
     return source * np.float32((2 * half) ** -0.5)
 
 
-def rotate(blocks: Vector, signs: Sequence[Vector]) -> Vector:
+def fastest_transform(size: int) -> Transform:
+    """Return the Hadamard transform for ``size`` entries: compiled where Numba is installed and they are many.
+
+    >>> fastest_transform(100).__module__
+    'fedcontext.compression.rotation'
+    """
+    if size < COMPILED_FROM or find_spec("numba") is None:
+        return hadamard
+    from fedcontext.compression import compiled
+
+    return compiled.hadamard
+
+
+def rotate(blocks: Vector, signs: Sequence[Vector], transform: Transform = hadamard) -> Vector:
     """Return the blocks after each random rotation: signs, then a Hadamard transform.
 
     >>> rotate(np.ones((1, 2), np.float32), [np.ones((1, 2), np.float32)]).round(3)
     array([[1.414, 0.   ]], dtype=float32)
     """
     for sign in signs:
-        blocks = hadamard(blocks * sign)
+        blocks = transform(blocks * sign)
     return blocks
 
 
-def rotate_back(blocks: Vector, signs: Sequence[Vector]) -> Vector:
+def rotate_back(blocks: Vector, signs: Sequence[Vector], transform: Transform = hadamard) -> Vector:
     """Return the blocks before the rotations: the inverse of `rotate`."""
     for sign in reversed(signs):
-        blocks = hadamard(blocks) * sign
+        blocks = transform(blocks) * sign
     return blocks
 
 
