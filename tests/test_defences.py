@@ -177,6 +177,17 @@ def test_a_reversed_gradient_is_not_used_by_the_rule_with_memory(flatness):
         last, state, w = w, result.state, result.params
 
 
+@pytest.mark.parametrize(("length", "excluded"), [(50.0, set()), (500.0, {"probe 9"})])
+def test_a_difference_is_an_outlier_only_if_it_would_be_one_among_the_gradients(length, excluded):
+    updates, gradients = [np.ones(4)] * 10, [-np.ones(4)] * 10
+    first = fc.aggregate(np.zeros(4), updates, gradients=gradients, rule=fc.contextual_memory())
+    differences = [np.full(4, 1e-3)] * 9 + [np.full(4, length)]  # most devices have converged
+    given = {"gradients": gradients, "differences": differences, "state": first.state}
+    result = fc.aggregate(first.params, updates, rule=fc.contextual_memory(), **given)
+    assert set(result.excluded) == excluded
+    assert set(result.clipped) == {"probe 9"} - excluded
+
+
 def two_faced_run(liars, defences, rounds=25):
     """Return the distance to the honest devices' optimum, and who was named, where liars pull in a direction of their own."""
     random = np.random.default_rng(1)

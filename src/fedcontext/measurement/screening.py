@@ -37,6 +37,7 @@ class SentVectors:
     norms: FloatArray
     limit: float  # 0 disables clipping
     outlier: float  # 0 excludes nobody
+    usual: float = 0.0  # a vector that is not longer than this is no outlier
 
     @cached_property
     def relative_norms(self) -> FloatArray:
@@ -77,8 +78,8 @@ class SentVectors:
         multiples = self.norms / upper_median(self.norms)
         return {
             name: f"{self.kind}: its norm is {multiple:.3g} times the upper median, more than {self.outlier:g}"
-            for name, multiple in zip(self.names, multiples, strict=True)
-            if multiple > self.outlier
+            for name, multiple, norm in zip(self.names, multiples, self.norms, strict=True)
+            if multiple > self.outlier and norm > self.usual
         }
 
     @property
@@ -210,10 +211,13 @@ def _groups(
     owners, outlier = [*names.devices, *names.pool], 0 if scale_free else defences.outlier
     rows, norms = [*vectors.updates, *vectors.pool][: len(owners)], update_norms[: len(owners)]
     gradients = sent("gradient", names.probes, vectors.probes, measured, longest)
+    differences = sent("gradient difference", names.probes, vectors.differences, measured, longest)
+    # Differences vanish where most devices have converged, so a longer one is an outlier only among gradients too.
+    differences = replace(differences, usual=defences.outlier * upper_median(gradients.norms))
     return [
         SentVectors("update", owners, rows, measured, norms, defences.max_update, outlier),
         gradients,
-        sent("gradient difference", names.probes, vectors.differences, measured, longest),
+        differences,
         sent("gradient", names.devices, vectors.own_gradients, measured, longest) if vectors.gradients else gradients,
         sent("update outside the geometry", names.devices, vectors.updates, rest, defences.max_update),
     ]
