@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import fedcontext as fc
+from fedcontext.measurement.defences import OFF
 from fedcontext.paper import document
 from fedcontext.paper.claims import check_claims
 from fedcontext.paper.experiments import SEEDS, STUDIES, experiments_of, get_study
@@ -25,6 +26,7 @@ def test_the_experiments_are_the_papers():
     experiments = [run for study in STUDIES.values() for run in experiments_of(study.series)]
     assert all(run.devices_per_round == 10 and run.epochs == (1, 20) for run in experiments)
     assert {run.seed for run in experiments} == set(SEEDS)
+    assert {run.defences for run in experiments} == {OFF}
     assert len(SEEDS) >= 3
     assert {"mean", "samples"} == {run.averaging for run in experiments}
     assert {"1/lr", "measured"} == {run.smoothness for run in experiments}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import LEARNING_RATES, Experiment
+from fedcontext.measurement.defences import OFF
 
 SEEDS = (0, 1, 2)
 QUICK_ROUNDS = 6
@@ -28,9 +29,9 @@ class Series:
     settings: tuple[tuple[str, Any], ...]
 
     def experiment(self, seed: int, quick: bool = False) -> Experiment:
-        """Return the experiment for one seed; a quick one has only a few rounds."""
+        """Return the experiment for one seed, without defences, as in the paper; a quick one has only a few rounds."""
         rounds = {"rounds": QUICK_ROUNDS} if quick else {}
-        return Experiment(**{**dict(self.settings), "seed": seed, **rounds})
+        return Experiment(**{**asdict(OFF), **dict(self.settings), "seed": seed, **rounds})
 
 
 @dataclass(frozen=True)
