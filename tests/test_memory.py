@@ -279,6 +279,8 @@ def test_settings_of_the_wrong_type_are_refused_at_once():
         fc.contextual_memory(3)
     with pytest.raises(FedcontextError, match="decay must be a number that is not negative, got 'x'"):
         MemorySettings(decay="x")
+    with pytest.raises(FedcontextError, match="decay is a share and must be at most 1, got 3"):
+        MemorySettings(decay=3)
 
 
 @pytest.mark.parametrize("population", [0, -1, True, 2.5, "8", np.nan])

@@ -28,6 +28,7 @@ from fedcontext.rules.curvature import TINY, along, fitted, gram, norm, with_sec
 from fedcontext.rules.quadratic import minimise_in_box
 
 MEAN, SCALED, PREVIOUS, GRADIENT, SCALED_GRADIENT = range(5)  # rows of the directions d, p, s, -m, q
+SHARES = "decay", "evidence_decay", "damping"  # settings between 0 and 1
 ROUNDING = 1e-12  # deviations from d below this share of its length count as none
 
 
@@ -37,7 +38,7 @@ class MemorySettings:
 
     decay: float = 0.9  # share of every running quantity that a round keeps
     floor: float = (
-        0.1  # least gain of the gradient estimate; twice it is the least coefficient of d, half of it the least anchor
+        0.1  # least gain of the gradient estimate; the least share of d is twice, the least anchor half of it
     )
     least_trust: float = 0.2  # lower limit of the trust, the factor of the longest step
     reach: float = 3.0  # the model's minimiser is cut to reach x trust x R, R the larger of ‖d‖ and its running mean
@@ -47,21 +48,23 @@ class MemorySettings:
     growth: float = 16.0  # largest factor by which evidence can change that limit in one round; it scales `trial` too
     trust_growth: float = 4.0  # the same for trust
     evidence_decay: float = 0.3  # share of the past rounds' evidence that a round keeps: a single round's is noisy
-    stretch: float = 4.0  # and to so many times the length of the last step, or to that of d if it is longer
+    stretch: float = 4.0  # upper limit of ‖step‖ / ‖s‖, unless d is longer
     power: float = 1.25  # of the root mean square of past gradients that divides d and shapes the curvature
     damping: float = 0.3  # share of a direction's curvature that a secant update keeps at least
     smallest: float = 0.01  # added to the root mean square that divides d and m
     ridge: float = 1e-4  # relative ridge of the quadratic model
     largest: float = 100.0  # upper limit of trust and anchor
     surge: float = 3.0  # d counts as at most so many times as long as its running mean
-    trial: float = 0.3  # limit of ‖step - d‖ / ‖d‖ where the last step was d, x growth^-e with e the evidence on steps
-    secant: float = 0.25  # or this share of the distance to the minimum that the slopes along such steps say, if longer
+    trial: float = 0.3  # first limit of ‖step - d‖ / ‖d‖, where s was d: trial x growth^-e, e the evidence on steps
+    secant: float = 1.0  # or, if larger, secant x cos(y, s) x the steps to the minimum that the slopes along s show
     scaled_gradient: bool = True  # whether q is a direction
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not (isinstance(value, int | float) and value >= 0):
                 raise FedcontextError(f"{name} must be a number that is not negative, got {shown(value)}")
+            if name in SHARES and value > 1:
+                raise FedcontextError(f"{name} is a share and must be at most 1, got {shown(value)}")
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,8 @@ def memory_step(
     if moved[1]:
         anchor = float(np.clip(anchor * settings.growth**-on_deviations, settings.floor / 2, settings.largest))
     elif anchor:  # nothing is known of deviations yet
-        ahead = min(settings.secant * _steps_ahead(on_steps), settings.stretch) if bend > 0 else 0.0
+        believed = settings.secant * max(0.0, bend) / (norm(y) * lengths[PREVIOUS])  # 1 where y is along s: a parabola
+        ahead = min(believed * _steps_ahead(on_steps), settings.stretch)
         most, anchor = max(settings.trial * settings.growth**-on_steps, ahead) * lengths[MEAN], max(anchor, ahead)
     deviation = _shortened(_shortened(_combined(x, unit), limit) - d, min(most, anchor * reference))
     if norm(deviation) <= ROUNDING * reference:
