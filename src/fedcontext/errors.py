@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import sys
 import warnings
 from collections.abc import Collection, Iterable, Mapping
@@ -137,6 +138,21 @@ def by_name(what: str, name: str, table: Mapping[str, Entry]) -> Entry:
     if name not in table:
         raise unknown_value_error(what, name, table)
     return table[name]
+
+
+def accepts(function: object, *arguments: object) -> bool:
+    """Return whether ``function`` is one that can be called with these arguments.
+
+    >>> accepts(abs, 3), accepts(abs), accepts([])
+    (True, False, False)
+    """
+    try:
+        inspect.signature(function).bind(*arguments)  # type: ignore[arg-type]
+    except TypeError:  # other arguments, or no function
+        return False
+    except ValueError:  # a builtin without a signature
+        return True
+    return True
 
 
 def positive(name: str, value: float) -> float:

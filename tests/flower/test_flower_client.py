@@ -17,6 +17,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
 from flwr.serverapp.strategy import FedAvg
 
+from fedcontext.errors import FedcontextError
 from fedcontext.flower import ContextualStrategy, torch_client
 from fedcontext.flower.protocol import arrays_of, record_of
 
@@ -108,6 +109,48 @@ def test_the_gradient_is_that_of_the_mean_loss_over_all_data(task: ModuleType) -
     for name, param in model.named_parameters():
         np.testing.assert_allclose(found[name], param.grad, rtol=1e-4, atol=1e-6)
     assert reply.content["metrics"]["num-examples"] == 30
+
+
+def test_a_module_a_class_and_a_function_that_returns_one_module_give_the_same_gradients(task: ModuleType) -> None:
+    net, found = task.Net(), []
+    now, before = (record_of(_numpy(task.Net().state_dict())) for _ in range(2))
+    for module in (net, task.Net, lambda: net):
+        app = torch_client(_nothing, module, lambda context: task.load_data(3, 8, 7)[0])
+        content = RecordDict({"arrays": now, "fedcontext.previous": before})
+        reply = app(Message(content, 1, "query.gradient"), Context(1, 1, {}, RecordDict(), {}))
+        found.append({key: arrays_of(record) for key, record in reply.content.array_records.items()})
+    assert found[0].keys() == {"fedcontext.gradient", "fedcontext.difference"}
+    assert any(leaf.any() for leaf in found[0]["fedcontext.difference"].values())
+    for other in found[1:]:
+        np.testing.assert_equal(other, found[0])
+
+
+WRONG = [
+    ({"app": None}, "app must be a ClientApp.*, got None"),
+    ({"app": ClientApp}, "app must be a ClientApp.*, got <class"),
+    ({"module": 5}, "module must be a torch.nn.Module or a function that returns one, got int"),
+    ({"module": torch.nn.Linear}, "but Linear needs arguments"),
+    ({"batches": []}, r"batches must be a function of the context .*, got \[\]"),
+    ({"batches": lambda: []}, "batches must be a function of the context"),
+    ({"loss": torch.nn.CrossEntropyLoss}, r"loss must be a function .* such as CrossEntropyLoss\(\), got <class"),
+    ({"loss": "mse"}, "loss must be a function of outputs and labels, .* got 'mse'"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
+def test_a_client_that_could_not_reply_is_refused_when_it_is_made(wrong: dict, message: str) -> None:
+    good = {"app": ClientApp(), "module": torch.nn.Flatten, "batches": lambda context: []}
+    with pytest.raises(FedcontextError, match=message):
+        torch_client(**{**good, **wrong})
+
+
+@pytest.mark.parametrize("batch_size", [7, 15])  # 5 batches, and as many as a batch has parts
+def test_two_loaders_in_place_of_one_are_named(task: ModuleType, batch_size: int) -> None:
+    app = torch_client(_nothing, task.Net, lambda context: task.load_data(3, 8, batch_size))
+    message = Message(RecordDict({"arrays": ArrayRecord(task.Net().state_dict())}), 1, "query.gradient")
+    with pytest.raises(FedcontextError, match="got DataLoader: batches must return one loader") as error:
+        app(message, Context(1, 1, {}, RecordDict(), {}))
+    assert len(str(error.value)) < 150, "the server shortens what clients write"
 
 
 def test_buffers_are_averaged_and_stay_out_of_the_geometry(task: ModuleType) -> None:

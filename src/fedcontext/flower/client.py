@@ -9,7 +9,7 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedcontext.errors import FedcontextError, require
+from fedcontext.errors import FedcontextError, accepts, require, shown
 from fedcontext.flower.coding import Code, add_vector
 from fedcontext.flower.protocol import (
     ARRAYS,
@@ -39,7 +39,7 @@ Evaluate: TypeAlias = Callable[[Arrays, Context], Mapping[str, float]]
 
 def torch_client(
     app: ClientApp,
-    module: Callable[[], Any],
+    module: Callable[..., Any],
     batches: Callable[[Context], Iterable[Any]],
     loss: Callable[[Any, Any], Any] | None = None,
     device: str = "cpu",
@@ -52,13 +52,17 @@ def torch_client(
 
     Args:
         app: the client app; its `train` returns the new weights, as in Flower's examples.
-        module: creates the model, such as its class.
+        module: a ``torch.nn.Module``, which is copied, or a function that returns one, such as its class.
         batches: returns the training data of the node: pairs of inputs and labels, or mappings with these two values.
         loss: mean loss of a batch from outputs and labels; cross-entropy by default.
         device: the PyTorch device that computes the gradient.
     """
     torch = require("torch", extra="torch")
-    mean_loss = loss or torch.nn.functional.cross_entropy
+    from fedcontext.engines.torch.task import check_module, new_module  # here, since PyTorch is optional
+
+    mean_loss = torch.nn.functional.cross_entropy if loss is None else loss
+    check_module(module)
+    _check_functions(app, batches, mean_loss)
 
     def gradients(several: Sequence[Arrays], context: Context) -> tuple[list[Mapping[str, Any]], int]:
         models, samples = [loaded(params) for params in several], 0
@@ -70,7 +74,7 @@ def torch_client(
         return [_mean_gradient(model, samples) for model in models], samples
 
     def loaded(params: Arrays) -> Any:
-        model = module().to(device).eval()
+        model = new_module(module).to(device).eval()
         model.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in params.items()})
         model.zero_grad()
         return model
@@ -155,6 +159,21 @@ class GradientApp(ClientApp):
         return samples
 
 
+def _check_functions(app: Any, batches: Any, loss: Any) -> None:
+    """Raise an error for what cannot be called, before rounds are lost to it."""
+    if not callable(app) or isinstance(app, type):
+        raise FedcontextError(f"app must be a ClientApp, such as app = ClientApp(), got {shown(app)}")
+    if not accepts(batches, None):
+        raise FedcontextError(
+            "batches must be a function of the context that returns a loader, such as "
+            f"lambda context: load_data(context)[0], got {shown(batches)}"
+        )
+    if isinstance(loss, type) or not accepts(loss, None, None):
+        raise FedcontextError(
+            f"loss must be a function of outputs and labels, such as CrossEntropyLoss(), got {shown(loss)}"
+        )
+
+
 def _mean_gradient(model: Any, samples: int) -> dict[str, Any]:
     grads = {name: param.grad for name, param in model.named_parameters(remove_duplicate=False)}
     return {name: (grad / max(samples, 1)).cpu().numpy() for name, grad in grads.items() if grad is not None}
@@ -162,8 +181,11 @@ def _mean_gradient(model: Any, samples: int) -> dict[str, Any]:
 
 def _inputs_and_labels(batch: Any) -> tuple[Any, Any]:
     parts = tuple(batch.values() if isinstance(batch, Mapping) else batch)
-    if len(parts) != 2:
-        raise FedcontextError(f"a batch must be inputs and labels, got {len(parts)} parts")
+    if len(parts) != 2 or not all(hasattr(part, "to") for part in parts):
+        raise FedcontextError(
+            f"a batch must be two tensors, inputs and labels, got {type(batch).__name__}: batches must return one "
+            "loader, such as load_data(...)[0]"
+        )
     return parts
 
 

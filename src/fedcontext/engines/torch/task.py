@@ -18,6 +18,7 @@ from fedcontext.errors import FedcontextError
 Params: TypeAlias = Mapping[str, Tensor]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (outputs, labels) -> (n,) losses
 Precision: TypeAlias = Literal["full", "tf32", "bfloat16"]
+NO_MODULE = "module must be a torch.nn.Module or a function that returns one"
 
 
 def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -199,29 +200,42 @@ def first_line(error: BaseException) -> str:
 
 
 def _built(module: nn.Module | Callable[[], nn.Module], device: torch.device, seed: int) -> nn.Module:
-    called = callable(module) and not isinstance(module, nn.Module)
-    if called:
-        _check_no_arguments(module)
+    check_module(module)
     with seeded(device, seed):
-        built = copy.deepcopy(module() if called else module)
+        return new_module(module)
+
+
+def new_module(module: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """Return a copy of a module, or of what a function returns, which may be the same one each time.
+
+    >>> new_module(nn.Flatten)
+    Flatten(start_dim=1, end_dim=-1)
+    """
+    built = copy.deepcopy(module if isinstance(module, nn.Module) else module())
     if not isinstance(built, nn.Module):
-        raise FedcontextError(
-            f"module must be a torch.nn.Module or a function that returns one, got {type(built).__name__}"
-        )
+        raise FedcontextError(f"{NO_MODULE}, got {type(built).__name__}")
     return built
 
 
-def _check_no_arguments(function: Callable[[], nn.Module]) -> None:
-    """Raise an error for a function, or a class such as ``nn.Linear`` itself, that cannot be called without arguments."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # builtins have none
+def check_module(module: nn.Module | Callable[[], nn.Module]) -> None:
+    """Raise an error for what `new_module` cannot use, such as the class ``nn.Linear`` itself, which needs arguments.
+
+    >>> check_module(5)
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: module must be a torch.nn.Module or a function that returns one, got int
+    """
+    if isinstance(module, nn.Module):
         return
+    if not callable(module):
+        raise FedcontextError(f"{NO_MODULE}, got {type(module).__name__}")
     try:
-        signature.bind()
+        inspect.signature(module).bind()
+    except ValueError:  # builtins have no signature
+        return
     except TypeError as error:
-        name = getattr(function, "__name__", type(function).__name__)
-        instance = f"; give an instance, such as {name}(...)" if inspect.isclass(function) else ""
+        name = getattr(module, "__name__", type(module).__name__)
+        instance = f"; give an instance, such as {name}(...)" if inspect.isclass(module) else ""
         raise FedcontextError(
             f"module must be a torch.nn.Module or a function without arguments that returns one, but {name} needs "
             f"arguments ({error}){instance}"
