@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from flower_grid import Meddle, MemoryGrid
 from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import FedAvg, FedProx
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fedcontext as fc
 from fedcontext.flower import ContextualStrategy, numpy_client
 from fedcontext.flower.protocol import GRADIENT, UPDATE, arrays_of, record_of, view
+from fedcontext.rules.server import fedadam
 
 BAD = 2  # the device that misbehaves
 START = {"w": np.zeros(4, np.float32), "b": np.ones((), np.float32), "running_mean": np.zeros(2, np.float32)}
@@ -481,12 +482,29 @@ def test_no_bytes_do_more_than_be_refused(data: st.DataObject) -> None:
 INVALID = [("probes", 0), ("probes", "some"), ("min_replies", 0), ("max_lost", 0), ("probe_averaging", "banana")]
 INVALID += [("epochs", (5, 1)), ("epochs", 0), ("epochs", "some"), ("rule", "banana"), ("rule", 3), ("pool", -5)]
 INVALID += [("pool", "some"), ("seed", -1), ("seed", "x"), ("node_timeout", 0), ("gradient_bits", 12), ("defences", {})]
+INVALID += [("rule", fc.mean), ("rule", fc.contextual), ("rule", lambda: fc.mean())]  # not called
+INVALID += [("server", "fedadam"), ("server", fedadam)]
 
 
 @pytest.mark.parametrize(("name", "value"), INVALID)
 def test_invalid_settings_are_refused_when_the_strategy_is_made(name: str, value: object) -> None:
     with pytest.raises(fc.FedcontextError, match=f"{name} must be"):
         ContextualStrategy(FedAvg(), **{name: value})
+
+
+@pytest.mark.parametrize("name", ["records", "checkpoint"])
+def test_a_folder_in_place_of_a_file_is_refused_when_the_strategy_is_made(name: str, tmp_path: Path) -> None:
+    with pytest.raises(fc.FedcontextError, match="an output must be a regular file, and this is a directory"):
+        ContextualStrategy(FedAvg(), **{name: tmp_path})
+
+
+@pytest.mark.parametrize(
+    ("inner", "line"), [(FedProx, "FedProx(...)"), (fc.mean(), "FedAvg(...), rule=...)"), ("fedavg", "FedAvg(...)")]
+)
+def test_what_is_no_strategy_is_refused_with_the_line_to_write(inner: object, line: str) -> None:
+    with pytest.raises(fc.FedcontextError, match="inner must be a strategy of flwr") as refused:
+        ContextualStrategy(inner)
+    assert f"write ContextualStrategy({line}" in str(refused.value)
 
 
 def test_a_function_that_returns_no_rule_is_named() -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from flwr.app import ConfigRecord
 from flwr.serverapp.strategy import FedAvg, Strategy
 
-from fedcontext.errors import FedcontextError, shown
+from fedcontext.errors import FedcontextError, accepts, shown
 from fedcontext.rules import server as optimizers
 from fedcontext.rules.base import AnyRule
 from fedcontext.rules.server import ServerOptimizer
@@ -35,10 +35,16 @@ ROBUST: dict[str, Callable[[Any], str]] = {  # our rules in place of the aggrega
 }
 
 
-def checked_inner(inner: Strategy) -> FedAvg:
+def checked_inner(inner: Any) -> FedAvg:
     """Return ``inner`` if all that the rule replaces is FedAvg's weighted average."""
     if isinstance(inner, FedAvg) and type(inner).aggregate_train is FedAvg.aggregate_train:
         return inner
+    if not isinstance(inner, Strategy):
+        name = inner.__name__ if isinstance(inner, type) and issubclass(inner, Strategy) else "FedAvg"
+        line = f"{name}(...){', rule=...' if isinstance(inner, AnyRule) else ''}"
+        raise FedcontextError(
+            f"inner must be a strategy of flwr.serverapp.strategy, got {shown(inner)}: write ContextualStrategy({line})"
+        )
     wraps, optimizer = isinstance(getattr(inner, "strategy", None), Strategy), type(inner).__name__.lower()
     advice, source = "", "; no rule can be combined with it"
     if hasattr(optimizers, optimizer):
@@ -57,9 +63,13 @@ def checked_inner(inner: Strategy) -> FedAvg:
 
 def checked_rule(rule: RuleOrFunction, server: ServerOptimizer | None) -> RuleOrFunction:
     """Return ``rule`` if it is one that clients can serve, or a function, which `resolved_rule` calls later."""
+    if server is not None and not isinstance(server, ServerOptimizer):
+        raise FedcontextError(
+            f"server must be an optimiser of fedcontext.rules.server, such as fedadam(), got {shown(server)}"
+        )
     if isinstance(rule, AnyRule):
         _check_rule(rule, server)
-    elif not callable(rule):
+    elif not accepts(rule, ConfigRecord()) or rule.__module__.startswith("fedcontext.rules."):
         raise FedcontextError(
             f"rule must be a rule such as contextual_memory(), or a function of the train config, got {shown(rule)}"
         )

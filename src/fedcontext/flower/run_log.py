@@ -39,6 +39,9 @@ class RunLog:
     def __init__(self, records_file: str | Path | None, checkpoint_file: str | Path | None) -> None:
         self._records = Path(records_file) if records_file else None
         self._checkpoint = Path(checkpoint_file) if checkpoint_file else None
+        self._files = [path for path in (self._records, self._checkpoint) if path]
+        for path in self._files:
+            check_target(path)
         self._active: Path | None = None  # the file that the records go to
         self._manifest: dict[str, Any] = {}
         self._identity: dict[str, Any] = {}
@@ -52,8 +55,7 @@ class RunLog:
         """
         self._manifest, self._identity = dict(settings), json.loads(json.dumps(identity, default=str))
         with ExitStack() as stack:
-            for path in filter(None, (self._records, self._checkpoint)):
-                check_target(path)
+            for path in self._files:
                 stack.enter_context(lock(path, ENDING))
                 clean(path)
             state, done = self._resumed(initial), list[RoundRecord]()
