@@ -61,14 +61,14 @@ def simulation(algorithm: str, probes: int | str) -> np.ndarray:
         "learning_rate": 0.05,
         "engine": "reference",
     }
-    experiment = fc.Experiment(algorithm=algorithm, probes=probes, pool="all", gradient_bits=32, **settings)
+    experiment = fc.Experiment(algorithm=algorithm, probes=probes, gradient_bits=32, **settings)
     return [state for state, _ in fc.prepare(experiment).run()][-1].params
 
 
 @pytest.mark.parametrize("algorithm", IN_FLOWER)
 @pytest.mark.parametrize("probes", ["cohort", "all", 5])
 def test_a_federation_gives_the_simulators_model(algorithm: str, probes: str | int) -> None:
-    result = federation(algorithm=algorithm, probes=probes, pool="all", gradient_bits=32).arrays
+    result = federation(algorithm=algorithm, probes=probes, gradient_bits=32).arrays
     np.testing.assert_allclose(arrays_of(result)["softmax"], simulation(algorithm, probes), rtol=2e-4, atol=2e-6)
 
 

@@ -53,7 +53,7 @@ class ContextualStrategy(Strategy):
             if there are fewer, except in rounds in which all connected nodes train.
         seed: decides which devices train and probe, and their epochs.
         epochs: range from which each device's ``local-epochs`` is drawn and put into its config; None leaves it unset.
-        pool: number of further devices that train and inform `expected_contextual`, or "all".
+        pool: number of further devices that train and inform `expected_contextual`; "all" others by default.
         probe_averaging: whether the probes' gradients are weighted by "samples" or equally ("mean").
         layers: leaves that enter the geometry; all by default.
         buffers: leaves that are averaged instead of weighted, besides those that most gradients lack.
@@ -77,7 +77,7 @@ class ContextualStrategy(Strategy):
         *,
         seed: int = 0,
         epochs: tuple[int, int] | None = None,
-        pool: Pool = 0,
+        pool: Pool = "all",
         probe_averaging: Literal["samples", "mean"] = "samples",
         layers: Sequence[str | int] | None = None,
         buffers: Sequence[str | int] = (),
