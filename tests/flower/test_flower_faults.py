@@ -319,6 +319,22 @@ def test_lost_rounds_in_a_row_end_the_run_and_one_good_round_starts_the_count_an
     assert [record.lost for record in fc.read_run(tmp_path / "run.jsonl")[1]] == [True, True, False, True, True, True]
 
 
+def test_a_reason_that_many_nodes_share_is_given_once_a_round_and_in_full(tmp_path: Path, caplog) -> None:
+    caplog.set_level("WARNING", "flwr")
+    grid = MemoryGrid(APP.app, range(44))  # a stock client app: it sends no gradient
+    grid.meddle = FAULTS["fails"][0]  # and one node fails
+    with pytest.raises(fc.FedcontextError, match="3 consecutive rounds were lost") as error:
+        strategy(tmp_path).start(grid, record_of(START), 9)
+    for text in (str(error.value), *(line for line in caplog.messages if "no gradient" in line)):
+        assert "43 devices (" in text
+        assert "torch_client or numpy_client" in text
+        assert " and 40 more)" in text
+        assert "..." not in text
+    assert str(error.value).endswith("; others for other reasons (see the log)")
+    assert sum("no gradient" in line for line in caplog.messages) == 3
+    assert len(fc.read_run(tmp_path / "run.jsonl")[1][0].excluded) == 44
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_step_that_overflows_is_not_taken(tmp_path: Path) -> None:
     def far(params, config, context):

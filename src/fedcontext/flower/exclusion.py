@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,6 +22,8 @@ from fedcontext.records import RoundRecord, round_record
 from fedcontext.rules.base import AnyRule, Rule, State
 from fedcontext.rules.server import ServerOptimizer, except_buffers
 from fedcontext.state import add_server_step
+
+LISTED = 3  # devices that a line names; node ids have 19 digits
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,25 @@ class Outcome:
         )
 
 
+def by_reason(excluded: Mapping[int, str]) -> list[str]:
+    """Return one line a reason, that of most devices first: a few of its devices by number, the others counted.
+
+    >>> by_reason({5: "no reply", **dict.fromkeys(range(30, 42), "no update")})
+    ['12 devices (30, 31, 32 and 9 more): no update', 'device 5: no reply']
+    """
+    devices = dict[str, list[int]]()
+    for device, reason in sorted(excluded.items()):
+        devices.setdefault(reason, []).append(device)
+    most_first = sorted(devices.items(), key=lambda item: len(item[1]), reverse=True)
+    return [f"{_named(group)}: {reason}" for reason, group in most_first]
+
+
+def _named(devices: Sequence[int]) -> str:
+    more = f" and {len(devices) - LISTED} more" if len(devices) > LISTED else ""
+    names = ", ".join(map(str, devices[:LISTED]))
+    return f"device {names}" if len(devices) == 1 else f"{len(devices)} devices ({names}{more})"
+
+
 @dataclass(frozen=True)
 class Aggregator:
     """How the server aggregates: the rule, its settings, and what may follow it."""
@@ -103,8 +124,8 @@ def aggregate_usable(
     try:
         aggregation, after = _aggregate(params, usable, aggregator, carried, buffers)
     except (FedcontextError, np.linalg.LinAlgError) as error:
-        unusable = error.excluded if isinstance(error, NoneUsable) else {}
-        return Outcome(rule, None, [], usable, excluded | unusable, carried, str(error))
+        reason, unusable = (error.brief, error.excluded) if isinstance(error, NoneUsable) else (str(error), {})
+        return Outcome(rule, None, [], usable, excluded | unusable, carried, reason)
     excluded = excluded | aggregation.excluded
     usable = [reply for reply in usable if reply.task.device not in excluded]
     return Outcome(rule, aggregation, list(aggregation.applied), usable, excluded, after)

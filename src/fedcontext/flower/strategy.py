@@ -19,7 +19,7 @@ from fedcontext.errors import FedcontextError, positive
 from fedcontext.experiment import checked
 from fedcontext.flower.coding import Extras
 from fedcontext.flower.compatibility import RuleOrFunction, checked_inner, checked_rule, resolved_rule
-from fedcontext.flower.exclusion import Aggregator, Carried, Outcome, Settings, aggregate_usable
+from fedcontext.flower.exclusion import Aggregator, Carried, Outcome, Settings, aggregate_usable, by_reason
 from fedcontext.flower.identity import run_identity
 from fedcontext.flower.messages import Pool, Task, message_for, parse_replies, plan_tasks
 from fedcontext.flower.metrics import note_metrics, round_metrics, usable_evaluations
@@ -165,8 +165,8 @@ class ContextualStrategy(Strategy):
         if not current.trains:
             return None, None
         outcome = self._aggregate(current, list(replies))
-        for device, reason in sorted(outcome.excluded.items()):
-            log.warning("\t> Excluded device %d: %s", device, reason)
+        for line in by_reason(outcome.excluded):
+            log.warning("\t> Excluded %s", line)
         metrics, aggregation = round_metrics(outcome, self.inner, self.settings.defences), outcome.aggregation
         kept = aggregation and replace(aggregation, make_step=lambda: None)
         self._outcome = replace(outcome, replies=(), aggregation=kept)  # frees the updates
@@ -276,9 +276,11 @@ class ContextualStrategy(Strategy):
         seconds = time.monotonic() - began
         self._log.write(after, outcome.record(number, state.loss, seconds, **evaluation) if outcome else None)
         if outcome and lost >= self.max_lost:
+            first, *others = by_reason(outcome.excluded) or ["nobody"]
+            more = "; others for other reasons (see the log)" if others else ""
             raise FedcontextError(
                 f"{lost} consecutive rounds were lost (max_lost {self.max_lost}), the last because "
-                f"{outcome.reason}; excluded devices: {outcome.excluded}"
+                f"{outcome.reason}; excluded: {first}{more}"
             )
         return after
 

@@ -50,13 +50,13 @@ OFF = Defences(*[0.0] * len(fields(Defences)))
 
 
 class NoneUsable(FedcontextError):
-    """No update or no gradient of a round can be used; ``excluded`` holds the reasons by device."""
+    """No update or no gradient of a round can be used; ``excluded`` holds the reasons by device, ``brief`` is without."""
 
     def __init__(self, kind: str, count: int, excluded: Mapping[Name, str]) -> None:
         who = "; ".join(f"{name}: {reason}" for name, reason in list(excluded.items())[:LISTED])
         more = f"; and {len(excluded) - LISTED} more" if len(excluded) > LISTED else ""
-        super().__init__(f"none of {count} {kind}s is usable ({who}{more})")
-        self.excluded = dict(excluded)
+        self.brief, self.excluded = f"none of {count} {kind}s is usable", dict(excluded)
+        super().__init__(f"{self.brief} ({who}{more})")
 
 
 def lower_median(values: FloatArray) -> float:
