@@ -21,7 +21,7 @@ import fedcontext as fc
 from commands import call
 from fedcontext.cli import main
 from fedcontext.cli.options import OPTIONS
-from fedcontext.cli.tables import mean_and_deviation, outcome, progress
+from fedcontext.cli.tables import mean_and_deviation, outcome
 from fedcontext.datasets import NAMES, load_dataset
 from fedcontext.files.toml import to_toml
 from fedcontext.measurement.defences import OFF
@@ -415,13 +415,16 @@ BAD = {
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_progress_without_a_terminal_is_a_line_now_and_then(quiet, monkeypatch, capsys):
-    monkeypatch.setattr("fedcontext.cli.tables.LOG_SECONDS", 0.0)
-    with progress("tune", 3, quiet) as on_round:
-        for number in (1, 2):
-            on_round(fc.Experiment(), fc.RoundRecord(number, 0.5, 0.5))
-    lines = ["tune: 1 of 3 rounds", "tune: 2 of 3 rounds"]
-    assert capsys.readouterr().err.splitlines() == ([] if quiet else lines)
+def test_progress_without_a_terminal_is_a_line_now_and_then(tmp_path, quiet, monkeypatch, capsys):
+    monkeypatch.setattr("fedcontext.callbacks.progress.LOG_SECONDS", 0.0)
+    command = ["compare", "--rounds", "1", "--seeds", "0,1", "--algorithms", "fedavg", "--jobs", "1"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fedcontext", *command, *["--quiet"] * quiet])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    lines = [line.partition(" loss")[0] for line in capsys.readouterr().err.splitlines()]
+    expected = ["2 runs: 1 of 2 rounds; fedavg seed 0", "2 runs: 2 of 2 rounds; fedavg seed 1"]
+    assert lines == ([] if quiet else expected)
 
 
 @pytest.mark.parametrize("case", BAD)

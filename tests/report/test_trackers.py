@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 import queue
 import struct
@@ -10,10 +9,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from fedcontext.callbacks import follow, trackers
-from fedcontext.callbacks.progress import Progress
 from fedcontext.callbacks.trackers import metrics_of, track_runs
 from fedcontext.errors import FedcontextError, MissingExtra
 from fedcontext.preparation import train
@@ -224,19 +221,6 @@ def test_an_unknown_tracker_and_a_missing_library_are_named(tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingExtra, match=r"pip install 'fedcontext\[wandb\]'"):
         track_runs("wandb", tmp_path).__enter__()
-
-
-def test_the_live_table_has_a_line_an_algorithm_with_its_latest_values(finished: list) -> None:
-    progress = Progress([experiment for experiment, _ in finished])
-    for experiment, records in finished:
-        for record in records[:4]:
-            progress.update(experiment, record)
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(progress.table())
-    text = console.export_text()
-    for experiment, records in finished:
-        line = next(line for line in text.splitlines() if line.split()[:1] == [experiment.algorithm])
-        assert line.split()[1:4] == ["4/6", f"{records[3].loss:.3f}", f"{records[3].accuracy:.3f}"]
 
 
 def test_every_callback_gets_every_round(finished: list, tmp_path: Path) -> None:

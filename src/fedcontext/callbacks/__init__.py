@@ -15,9 +15,9 @@ from fedcontext.runner import OnRound
 def follow(
     experiments: Sequence[Experiment], out: Path, *, quiet: bool = False, report: Path | None = None, track: str = ""
 ) -> Iterator[OnRound]:
-    """Yield one callback that updates everything asked for: a live report, a tracker, a table in the terminal.
+    """Yield one callback that updates everything asked for: a live report, a tracker, progress on standard error.
 
-    With the table come findings about runs that do not train.
+    With the progress come findings about runs that do not train.
     """
     with ExitStack() as stack:
         callbacks: list[OnRound] = []
@@ -30,9 +30,11 @@ def follow(
 
             callbacks.append(stack.enter_context(track_runs(track, out)))
         if not quiet:
-            from fedcontext.callbacks.progress import live_table, print_findings
+            from fedcontext.callbacks.progress import print_findings, progress
 
-            callbacks += [stack.enter_context(live_table(experiments)), print_findings()]
+            title = experiments[0].algorithm if len(experiments) == 1 else f"{len(experiments)} runs"
+            total = sum(experiment.rounds for experiment in experiments)
+            callbacks += [stack.enter_context(progress(title, total)), print_findings()]
 
         def on_round(experiment: Experiment, record: RoundRecord) -> None:
             for callback in callbacks:

@@ -1,29 +1,52 @@
-"""In the terminal: a live table of progress, and findings about runs, each when it is first seen."""
+"""On standard error: the progress of runs, and findings about them, each when it is first seen."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich import box
-from rich.live import Live
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fedcontext.console import err, warn
+from fedcontext.console import err, print_line, warn
 from fedcontext.experiment import Experiment
 from fedcontext.records import RoundRecord
 from fedcontext.results.diagnosis import Monitor
+from fedcontext.results.summary import decimal
 from fedcontext.runner import OnRound
+
+LOG_SECONDS = 20.0  # between two lines of progress where there is no terminal
 
 
 @contextmanager
-def live_table(experiments: Sequence[Experiment]) -> Iterator[OnRound]:
-    """Yield the callback that updates a table on standard error, one row per algorithm."""
-    progress = Progress(experiments)
-    with Live(get_renderable=progress.table, console=err, transient=True, refresh_per_second=4):
-        yield progress.update
+def progress(title: str, total: int, quiet: bool = False) -> Iterator[OnRound]:
+    """Yield the function to call after every round; it advances a progress bar with the remaining time.
+
+    Where standard error is not a terminal, such as in a log file, it prints a line now and then instead.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[latest]}"),
+    )
+    shown = time.monotonic()
+    with Progress(*columns, console=err, disable=quiet or not err.is_terminal, transient=True) as bar:
+        task = bar.add_task(title, total=total, latest="")
+
+        def on_round(experiment: Experiment, record: RoundRecord) -> None:
+            nonlocal shown
+            values = "" if record.loss is None else f" loss {decimal(record.loss, 3)} accuracy {record.accuracy:.3f}"
+            bar.update(task, advance=1, latest=f"{experiment.algorithm}{values}")
+            if not quiet and not err.is_terminal and time.monotonic() - shown >= LOG_SECONDS:
+                shown = time.monotonic()
+                done = f"{bar.tasks[0].completed:g} of {total} rounds"
+                print_line(f"{title}: {done}; {experiment.algorithm} seed {experiment.seed}{values}", err)
+
+        yield on_round
 
 
 def print_findings() -> OnRound:
@@ -41,39 +64,3 @@ def print_findings() -> OnRound:
                 warn(f"{where}: {finding}")
 
     return on_round
-
-
-class Progress:
-    """Rounds done, latest metrics and estimated time left of each algorithm, over all seeds."""
-
-    def __init__(self, experiments: Sequence[Experiment]) -> None:
-        self.total: Counter[str] = Counter()
-        for experiment in experiments:
-            self.total[experiment.algorithm] += experiment.rounds
-        self.done: Counter[str] = Counter()
-        self.latest: dict[str, RoundRecord] = {}  # the last evaluated round
-        self.start = time.monotonic()
-
-    def update(self, experiment: Experiment, record: RoundRecord) -> None:
-        """Count one more round."""
-        self.done[experiment.algorithm] += 1
-        if record.loss is not None or experiment.algorithm not in self.latest:
-            self.latest[experiment.algorithm] = record
-
-    def table(self) -> Table:
-        """Return the current table."""
-        table = Table("algorithm", box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading in ("round", "loss", "accuracy", "s left"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        done = self.done.total()
-        seconds_per_round = (time.monotonic() - self.start) / done if done else None
-        for name, total in self.total.items():
-            last = self.latest.get(name, RoundRecord(0))
-            left = None if seconds_per_round is None else seconds_per_round * (total - self.done[name])
-            progress = f"{self.done[name]}/{total}"
-            table.add_row(name, progress, _format(last.loss), _format(last.accuracy), _format(left, 0))
-        return table
-
-
-def _format(value: float | None, digits: int = 3) -> str:
-    return "" if value is None else f"{value:.{digits}f}"

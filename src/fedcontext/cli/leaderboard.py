@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedcontext.callbacks.progress import progress
 from fedcontext.cli.options import (
     CORES,
     OPTIONS,
@@ -24,7 +25,7 @@ from fedcontext.cli.options import (
     seeds_from,
     takes_settings,
 )
-from fedcontext.cli.tables import plain_table, progress
+from fedcontext.cli.tables import plain_table
 from fedcontext.console import out, print_line
 from fedcontext.experiment import check_names, experiment_from
 from fedcontext.files.storage import check_folder, lock, write_text

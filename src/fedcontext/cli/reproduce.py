@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from fedcontext.callbacks.progress import progress
 from fedcontext.cli.options import CORES, REUSED, Jobs, Quiet, interruptible
-from fedcontext.cli.tables import progress
 from fedcontext.console import print_line
 
 

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from fedcontext.callbacks.progress import progress
 from fedcontext.cli.options import CORES, REUSED, Jobs, Quiet, command_line, distinct, interruptible, results_folder
-from fedcontext.cli.tables import plain_table, progress
+from fedcontext.cli.tables import plain_table
 from fedcontext.console import out, print_line
 
 OMITTED_COLUMNS = ("cells within 3 points", "rounds lost", "runs ended")  # the terminal table would be too wide

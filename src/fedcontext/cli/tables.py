@@ -1,22 +1,15 @@
-"""Terminal output: a progress bar on standard error, tables on standard output."""
+"""Tables and sentences on standard output."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 from rich import box
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedcontext.console import err, print_line
-from fedcontext.experiment import Experiment
-from fedcontext.records import RoundRecord
-from fedcontext.results.summary import TAIL, Summary, join_names, median_rounds
-from fedcontext.runner import OnRound
+from fedcontext.results.summary import TAIL, Summary, decimal, join_names, median_rounds
 
 Summaries: TypeAlias = Mapping[str, Sequence[Summary]]  # by algorithm, one per seed
 
@@ -24,38 +17,6 @@ LEGEND = (
     f"swing: standard deviation of the accuracy over the last {TAIL} evaluated rounds; loss rose: share of the evaluated "
     "rounds whose loss is above the one before; sim. s: simulated seconds; MB up: sent by devices"
 )
-LOG_SECONDS = 20.0  # between two lines of progress where there is no terminal
-LARGE = 1e6  # numbers from here on are written in scientific notation
-
-
-@contextmanager
-def progress(title: str, total: int, quiet: bool) -> Iterator[OnRound]:
-    """Yield the function to call after every round; it advances a progress bar with the remaining time.
-
-    Where standard error is not a terminal, such as in a log file, it prints a line now and then instead.
-    """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[latest]}"),
-    )
-    shown = time.monotonic()
-    with Progress(*columns, console=err, disable=quiet or not err.is_terminal, transient=True) as bar:
-        task = bar.add_task(title, total=total, latest="")
-
-        def on_round(experiment: Experiment, record: RoundRecord) -> None:
-            nonlocal shown
-            values = "" if record.loss is None else f"loss {decimal(record.loss, 3)} accuracy {record.accuracy:.3f}"
-            bar.update(task, advance=1, latest=f"{experiment.algorithm} {values}")
-            if not quiet and not err.is_terminal and time.monotonic() - shown >= LOG_SECONDS:
-                shown = time.monotonic()
-                print_line(f"{title}: {bar.tasks[0].completed:g} of {total} rounds", err)
-
-        yield on_round
 
 
 def comparison(title: str, summaries: Summaries) -> Table:
@@ -138,6 +99,7 @@ def excluded_replies(summaries: Summaries, with_clipped: bool) -> str:
     """Return a line about the replies that were excluded, and clipped: defences clip some of honest devices too.
 
     >>> from fedcontext.results.summary import summarise
+    >>> from fedcontext.records import RoundRecord
     >>> excluded_replies({"fedavg": [summarise([RoundRecord(1, excluded={3: "late"}, clipped={5: "update"})])]}, False)
     'replies: fedavg 1 excluded (the records have the reasons)'
     """
@@ -157,15 +119,6 @@ def mean_and_deviation(values: Sequence[float]) -> str:
     """
     deviation = f"±{decimal(float(np.std(values)), 2)}" if len(values) > 1 else ""
     return decimal(float(np.mean(values)), 3) + deviation
-
-
-def decimal(value: float, decimals: int) -> str:
-    """Return a number with so many decimals, or in scientific notation where it is large, as in diverging runs.
-
-    >>> decimal(2.34567, 3), decimal(1.2e9, 3), decimal(-0.0001, 3)
-    ('2.346', '1.2e+09', '0.000')
-    """
-    return f"{value:.1e}" if abs(value) >= LARGE else f"{value:z.{decimals}f}"
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

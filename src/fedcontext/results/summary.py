@@ -12,6 +12,7 @@ from fedcontext.records import RoundRecord
 
 LEVELS = (0.5, 0.6, 0.7, 0.8)  # the accuracies of the paper's last figure
 TAIL = 20  # evaluated rounds over which the swing is computed
+LARGE = 1e6  # numbers from here on are written in scientific notation
 
 
 @dataclass(frozen=True)
@@ -79,3 +80,12 @@ def join_names(names: Sequence[str]) -> str:
     'a, b and c'
     """
     return " and ".join([", ".join(names[:-1])] * (len(names) > 1) + [*names[-1:]])
+
+
+def decimal(value: float, decimals: int) -> str:
+    """Return a number with so many decimals, or in scientific notation where it is large, as in diverging runs.
+
+    >>> decimal(2.34567, 3), decimal(1.2e9, 3), decimal(-0.0001, 3)
+    ('2.346', '1.2e+09', '0.000')
+    """
+    return f"{value:.1e}" if abs(value) >= LARGE else f"{value:z.{decimals}f}"
