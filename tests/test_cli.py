@@ -21,11 +21,11 @@ import fedcontext as fc
 from commands import call
 from fedcontext.cli import main
 from fedcontext.cli.options import OPTIONS
-from fedcontext.cli.tables import mean_and_deviation, outcome
+from fedcontext.cli.tables import mean_and_deviation
 from fedcontext.datasets import NAMES, load_dataset
 from fedcontext.files.toml import to_toml
 from fedcontext.measurement.defences import OFF
-from fedcontext.results.summary import summarise
+from fedcontext.results.summary import outcome, summarise
 
 PROGRAM = [sys.executable, "-c", "from fedcontext.cli import main; main()"]
 FEW = ("--rounds", "3", "--engine", "reference")

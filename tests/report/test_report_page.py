@@ -54,6 +54,7 @@ def test_the_page_agrees_with_the_summary(runs: Path) -> None:
         summaries = [summarise(read_run(path)[1], dataset["levels"]) for path in files]
         assert group["final"]["loss"] == pytest.approx(np.mean([s.loss for s in summaries]), rel=1e-4)
         assert group["final"]["accuracy"] == pytest.approx(np.mean([s.accuracy for s in summaries]), rel=1e-4)
+        assert group["final"]["rises"] == pytest.approx(np.mean([s.rises for s in summaries]), rel=1e-4)
         assert group["final"]["swing"] == pytest.approx(np.mean([s.swing for s in summaries]), rel=1e-4)
         for level, count in zip(dataset["levels"], group["milestones"]["rounds"], strict=True):
             assert (count or np.inf) == median_rounds([s.rounds_to[level] for s in summaries])
@@ -95,7 +96,7 @@ def test_a_weight_of_minus_zero_is_a_zero_on_the_page(write_run) -> None:
     path = write_run([{"number": 1, "loss": -0.0, "accuracy": 0.5, "devices": [3, 4], "weights": [-0.0, 0.5]}])
     page = page_data(*read_runs([path]))
     assert "-0" not in to_json([page["datasets"][0][part] for part in ("runs", "groups", "sentences")])
-    assert "final loss is 0, of fedavg" in page["datasets"][0]["sentences"][1]
+    assert "final loss is 0.000, of fedavg" in page["datasets"][0]["sentences"][1]
 
 
 def test_every_data_set_has_its_own_entry(write_run) -> None:
@@ -200,7 +201,7 @@ def test_a_seed_that_waits_for_its_turn_does_not_count_as_failed(write_run) -> N
     paths = [write_run([{"accuracy": 0.6}], "first"), write_run([], "second", seed=1)]
     dataset = page_data(*read_runs(paths))["datasets"][0]
     assert dataset["groups"][0]["milestones"]["rounds"][-1] == 1
-    assert dataset["sentences"][1].startswith("fedavg reached 60% accuracy after 1 round")
+    assert dataset["sentences"][1].startswith("fedavg reached 60 % accuracy after 1 round")
 
 
 def test_runs_of_another_system_are_shown_and_not_said_to_repeat_here(write_run) -> None:
@@ -229,5 +230,12 @@ def test_the_outcome_over_seeds_says_which_number_is_a_median_and_which_a_mean(w
         for seed, accuracies in rounds.items()
     ]
     sentence = page_data(*read_runs(paths))["datasets"][0]["sentences"][1]
-    expected = "fedavg reached 60% accuracy after a median of 3 rounds; the lowest mean final loss is 2, of fedavg."
+    expected = (
+        "fedavg reached 60 % accuracy after a median of 3 rounds; the lowest mean final loss is 2.000, of fedavg."
+    )
     assert sentence == expected
+
+
+def test_the_share_of_rises_is_known_where_not_every_round_is_evaluated(write_run) -> None:
+    rounds = [{"loss": loss} for loss in (3.0, None, 2.0, None, 2.5)]
+    assert page_data(*read_runs([write_run(rounds)]))["datasets"][0]["groups"][0]["final"]["rises"] == 0.5

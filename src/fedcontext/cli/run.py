@@ -29,12 +29,12 @@ from fedcontext.cli.options import (
     seeds_from,
     takes_settings,
 )
-from fedcontext.cli.tables import LEGEND, comparison, excluded_replies, lost_rounds, outcome
+from fedcontext.cli.tables import LEGEND, comparison, excluded_replies, lost_rounds
 from fedcontext.console import out, print_line
 from fedcontext.experiment import Experiment, experiment_from
 from fedcontext.records import RoundRecord
 from fedcontext.results.diagnosis import diagnose, findings_over_seeds
-from fedcontext.results.summary import LEVELS, summarise
+from fedcontext.results.summary import LEVELS, outcome, summarise
 from fedcontext.runner import run as run_one
 from fedcontext.runner import run_all
 

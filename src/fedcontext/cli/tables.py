@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import numpy as np
 from rich import box
 from rich.table import Table
 
-from fedcontext.results.summary import TAIL, Summary, decimal, join_names, median_rounds
-
-Summaries: TypeAlias = Mapping[str, Sequence[Summary]]  # by algorithm, one per seed
+from fedcontext.results.summary import TAIL, Summaries, decimal, levels_of, median_rounds
 
 LEGEND = (
     f"swing: standard deviation of the accuracy over the last {TAIL} evaluated rounds; loss rose: share of the evaluated "
@@ -21,7 +18,7 @@ LEGEND = (
 
 def comparison(title: str, summaries: Summaries) -> Table:
     """Return a table with one row per algorithm: mean ± standard deviation over seeds, medians for rounds."""
-    levels = "/".join(f"{level * 100:g}" for level in _levels(summaries))
+    levels = "/".join(f"{level * 100:g}" for level in levels_of(summaries))
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0)
     )
@@ -30,7 +27,7 @@ def comparison(title: str, summaries: Summaries) -> Table:
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True, overflow="fold")
     for label, runs in summaries.items():
-        rounds = [median_rounds([run.rounds_to[level] for run in runs]) for level in _levels(summaries)]
+        rounds = [median_rounds([run.rounds_to[level] for run in runs]) for level in levels_of(summaries)]
         table.add_row(
             label,
             mean_and_deviation([run.loss for run in runs]),
@@ -42,45 +39,6 @@ def comparison(title: str, summaries: Summaries) -> Table:
             f"{np.mean([run.bytes_up for run in runs]) / 1e6:.1f}",
         )
     return table
-
-
-def outcome(summaries: Summaries) -> str:
-    """Return one sentence about the results: rounds to the highest accuracy level reached, and the lowest final loss.
-
-    >>> from fedcontext.results.summary import summarise
-    >>> from fedcontext.records import RoundRecord
-    >>> fast, slow = ([RoundRecord(n, 1.0, a) for n, a in enumerate(run, 1)] for run in ((0.6, 0.9), (0.1, 0.6)))
-    >>> outcome({"a": [summarise(fast)], "b": [summarise(slow)]})
-    'a reached 80 % accuracy after 2 rounds (b: not reached); the lowest final loss is 1.000, of a and b.'
-    """
-    losses = {label: float(np.mean([run.loss for run in runs])) for label, runs in summaries.items()}
-    finite = [loss for loss in losses.values() if np.isfinite(loss)]
-    lowest = decimal(min(finite, default=np.nan), 3)
-    with_it = [label for label, loss in losses.items() if decimal(loss, 3) == lowest]
-    end = f"the lowest final loss is {lowest}, of {join_names(with_it)}." if finite else "no final loss is known."
-    for level in sorted(_levels(summaries), reverse=True):
-        rounds = {label: median_rounds([run.rounds_to[level] for run in runs]) for label, runs in summaries.items()}
-        if np.isfinite(fewest := min(rounds.values())):
-            return f"{_first(rounds, fewest)} {level * 100:g} % accuracy {_after(rounds, fewest)}; {end}"
-    return f"No accuracy level was reached; {end}"
-
-
-def _levels(summaries: Summaries) -> list[float]:
-    """Return the accuracy levels of the summaries, which have the same ones."""
-    return list(next(iter(summaries.values()))[0].rounds_to)
-
-
-def _first(rounds: Mapping[str, float], fewest: float) -> str:
-    first = [label for label, count in rounds.items() if count == fewest]
-    return f"All {len(first)} reached" if 2 < len(first) == len(rounds) else f"{join_names(first)} reached"
-
-
-def _after(rounds: Mapping[str, float], fewest: float) -> str:
-    """Return after how many rounds the first reached a level, and in brackets when the others did."""
-    others = [f"{label}: {count:g}" for label, count in rounds.items() if fewest < count < np.inf]
-    others += [f"{label}: not reached" for label, count in rounds.items() if count == np.inf]
-    compared = f" ({', '.join(others)})" if others else ""
-    return f"after {fewest:g} round{'' if fewest == 1 else 's'}{compared}"
 
 
 def lost_rounds(summaries: Summaries) -> str:

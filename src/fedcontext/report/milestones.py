@@ -10,7 +10,7 @@ from fedcontext.arrays.tree import FloatArray
 from fedcontext.report.downsample import round_values
 from fedcontext.report.groups import UNITS, Group
 from fedcontext.results.reader import Row
-from fedcontext.results.summary import LEVELS, TAIL, median_rounds
+from fedcontext.results.summary import LEVELS, Summary, median_rounds
 
 CANDIDATES = (0.1, 0.2, 0.3, 0.4, *LEVELS, 0.85, 0.9, 0.95, 0.98, 0.99)
 MAX_LEVELS = 5
@@ -42,20 +42,14 @@ def _median_costs(accuracies: FloatArray, costs: FloatArray, levels: Sequence[fl
     ]
 
 
-def final_metrics(group: Group) -> dict[str, float | None]:
-    """Return means over seeds of the last loss and accuracy and of the swing, and shares of rounds over all seeds."""
-    loss, accuracy = _known(group, "loss"), _known(group, "accuracy")
-    changes = [change for run in _known(group, "measured_change") for change in run]
+def final_metrics(group: Group, summaries: Sequence[Summary]) -> dict[str, float | None]:
+    """Return means over seeds of the summaries, and the share of rounds over all seeds in which the bound held."""
     values = {
-        "loss": [run[-1] for run in loss],
-        "accuracy": [run[-1] for run in accuracy],
-        "swing": [run[-TAIL:].std() for run in accuracy],
-        "rises": [change > 0 for change in changes],
-        "bound_held": [held for run in group.runs for row in run.rows if (held := bound_held(row)) is not None],
-        "rounds": [len(run.rows) for run in group.runs],
+        name: [getattr(each, name) for each in summaries] for name in ("loss", "accuracy", "swing", "rises", "rounds")
     }
-    means = round_values(float(np.mean(each)) if each else None for each in values.values())
-    return dict(zip(values, means, strict=True))
+    values["bound_held"] = [held for run in group.runs for row in run.rows if (held := bound_held(row)) is not None]
+    known = ([value for value in each if np.isfinite(value)] for each in values.values())
+    return dict(zip(values, round_values(float(np.mean(each)) if each else None for each in known), strict=True))
 
 
 def bound_held(row: Row) -> bool | None:
@@ -67,9 +61,3 @@ def bound_held(row: Row) -> bool | None:
     if row["promised_change"] is None or row["measured_change"] is None:
         return None
     return bool(row["measured_change"] <= row["promised_change"] + TOLERANCE)
-
-
-def _known(group: Group, name: str) -> list[FloatArray]:
-    """Return the known values of a metric for each run that has any."""
-    runs = (values[np.isfinite(values)] for values in group.matrix(name))
-    return [values for values in runs if values.size]

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedcontext.algorithms import ALGORITHMS
-from fedcontext.records import RoundRecord
 from fedcontext.report.curves import curve, diagnostics
 from fedcontext.report.devices import bound_check, excluded_devices, weight_heatmap, weight_stages
 from fedcontext.report.groups import Group, algorithm_of, dataset_of, group_runs, seed_of
 from fedcontext.report.milestones import accuracy_levels, final_metrics, milestones
-from fedcontext.report.sentences import headline, outcome, reproduction_configs
+from fedcontext.report.sentences import headline, reproduction_configs
 from fedcontext.results.diagnosis import diagnose, findings_over_seeds
 from fedcontext.results.reader import Run
+from fedcontext.results.summary import Summary, outcome, summarise
 from fedcontext.version import __version__
 
 # Limits for the whole page: the more groups or runs it shows, the fewer points each gets.
@@ -44,26 +44,26 @@ def _dataset(name: str, runs: Sequence[Run], run_count: int) -> dict[str, Any]:
     groups = group_runs(runs)
     levels = accuracy_levels(groups)
     points = min(600, max(40, MAX_POINTS // len(groups)))
-    group_panels = [_group(group, levels, points) for group in groups]
+    summaries = {group.label: [summarise(run.records, levels) for run in group.runs] for group in groups}
     return {
         "name": name,
-        "sentences": [headline(name, groups), outcome(group_panels, levels)],
+        "sentences": [headline(name, groups), outcome(summaries)],
         "findings": [f"{group.label}: {line}" for group in groups for line in _findings(group)],
         "levels": levels,
         "configs": reproduction_configs(runs),
         "reproducible": all(algorithm_of(run) in ALGORITHMS for run in runs),
-        "groups": group_panels,
+        "groups": [_group(group, summaries[group.label], levels, points) for group in groups],
         "runs": [_run(group, run, run_count) for group in groups for run in group.runs][:MAX_RUNS],
     }
 
 
 def _findings(group: Group) -> list[str]:
     """Return what is wrong with the runs of a group."""
-    by_seed = {seed_of(run): diagnose([RoundRecord(**row) for row in run.rows], run.settings) for run in group.runs}
+    by_seed = {seed_of(run): diagnose(run.records, run.settings) for run in group.runs}
     return findings_over_seeds(by_seed)
 
 
-def _group(group: Group, levels: Sequence[float], points: int) -> dict[str, Any]:
+def _group(group: Group, summaries: Sequence[Summary], levels: Sequence[float], points: int) -> dict[str, Any]:
     return {
         "label": group.label,
         "seeds": [seed_of(run) for run in group.runs],
@@ -71,7 +71,7 @@ def _group(group: Group, levels: Sequence[float], points: int) -> dict[str, Any]
         "accuracy": curve(group, "accuracy", points),
         "diagnostics": diagnostics(group, points),
         "milestones": milestones(group, levels),
-        "final": final_metrics(group),
+        "final": final_metrics(group, summaries),
     }
 
 

@@ -38,6 +38,11 @@ class Run:
     rows: list[Row]
     problems: list[str] = field(default_factory=list)
 
+    @property
+    def records(self) -> list[RoundRecord]:
+        """The rows as records."""
+        return [RoundRecord(**row) for row in self.rows]
+
 
 def find_files(paths: Sequence[str | Path]) -> list[Path]:
     """Return the run files in ``paths``: files as given, and all .jsonl files in and below directories.

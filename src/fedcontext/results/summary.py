@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from fedcontext.records import RoundRecord
 
 LEVELS = (0.5, 0.6, 0.7, 0.8)  # the accuracies of the paper's last figure
 TAIL = 20  # evaluated rounds over which the swing is computed
+MAX_NAMES = 6  # names listed in a sentence; more are counted
 LARGE = 1e6  # numbers from here on are written in scientific notation
 
 
@@ -33,6 +35,9 @@ class Summary:
     clipped: int  # replies that were used in part
 
 
+Summaries: TypeAlias = Mapping[str, Sequence[Summary]]  # by algorithm, one per seed
+
+
 def summarise(records: Sequence[RoundRecord], levels: Iterable[float] = LEVELS) -> Summary:
     """Return the summary of a run's records; metrics that were never evaluated are NaN.
 
@@ -43,16 +48,16 @@ def summarise(records: Sequence[RoundRecord], levels: Iterable[float] = LEVELS) 
     >>> summarise([RoundRecord(1, excluded={3: QUOTA_MET, 4: "missed the deadline"})]).excluded
     1
     """
-    evaluated = [(r.number, r.loss, r.accuracy) for r in records if r.loss is not None and r.accuracy is not None]
-    accuracies = [accuracy for _, _, accuracy in evaluated]
-    first = evaluated[0][0] if evaluated else None
-    first_change = [r.measured_change for r in records if r.number == first and r.measured_change is not None]
-    changes = [*first_change, *np.diff([loss for _, loss, _ in evaluated])]
+    losses = [record.loss for record in records if record.loss is not None]
+    accuracies = {record.number: record.accuracy for record in records if record.accuracy is not None}
+    known = list(accuracies.values())
+    first = next((record.measured_change for record in records if record.loss is not None), None)
+    changes = [*([] if first is None else [first]), *np.diff(losses)]
     return Summary(
-        loss=evaluated[-1][1] if evaluated else float("nan"),
-        accuracy=evaluated[-1][2] if evaluated else float("nan"),
-        rounds_to={level: next((n for n, _, accuracy in evaluated if accuracy >= level), None) for level in levels},
-        swing=float(np.std(accuracies[-TAIL:])) if evaluated else float("nan"),
+        loss=losses[-1] if losses else float("nan"),
+        accuracy=known[-1] if known else float("nan"),
+        rounds_to={level: next((n for n, each in accuracies.items() if each >= level), None) for level in levels},
+        swing=float(np.std(known[-TAIL:])) if known else float("nan"),
         rises=float(np.mean([change > 0 for change in changes])) if changes else float("nan"),
         seconds=sum(record.seconds for record in records),
         bytes_up=sum(record.bytes_up for record in records),
@@ -73,13 +78,67 @@ def median_rounds(counts: Sequence[int | None]) -> float:
     return float(np.median([np.inf if count is None else count for count in counts])) if counts else float("nan")
 
 
-def join_names(names: Sequence[str]) -> str:
-    """Return names as an enumeration.
+def outcome(summaries: Summaries) -> str:
+    """Return one sentence about the results: rounds to the highest accuracy level reached, and the lowest final loss.
 
-    >>> join_names(["a", "b", "c"])
-    'a, b and c'
+    >>> fast, slow = ([RoundRecord(n, 1.0, a) for n, a in enumerate(run, 1)] for run in ((0.6, 0.9), (0.1, 0.6)))
+    >>> outcome({"a": [summarise(fast)], "b": [summarise(slow)]})
+    'a reached 80 % accuracy after 2 rounds (b: not reached); the lowest final loss is 1.000, of a and b.'
     """
+    median, mean = ("a median of ", "mean ") if any(len(runs) > 1 for runs in summaries.values()) else ("", "")
+    end = _lowest_loss(summaries, mean)
+    for level in sorted(levels_of(summaries), reverse=True):
+        rounds = {label: median_rounds([run.rounds_to[level] for run in runs]) for label, runs in summaries.items()}
+        if np.isfinite(fewest := min(rounds.values())):
+            return f"{_first(rounds, fewest)} {level * 100:g} % accuracy after {median}{_after(rounds, fewest)}; {end}"
+    return f"No accuracy level was reached; {end}"
+
+
+def levels_of(summaries: Summaries) -> list[float]:
+    """Return the accuracy levels of the summaries, which have the same ones."""
+    return list(next(iter(summaries.values()))[0].rounds_to)
+
+
+def _lowest_loss(summaries: Summaries, mean: str) -> str:
+    losses = {label: float(np.mean([run.loss for run in runs])) for label, runs in summaries.items()}
+    finite = [loss for loss in losses.values() if np.isfinite(loss)]
+    lowest = decimal(min(finite, default=np.nan), 3)
+    with_it = [label for label, loss in losses.items() if decimal(loss, 3) == lowest]
+    return (
+        f"the lowest {mean}final loss is {lowest}, of {join_names(with_it)}." if finite else "no final loss is known."
+    )
+
+
+def _first(rounds: Mapping[str, float], fewest: float) -> str:
+    first = [label for label, count in rounds.items() if count == fewest]
+    return f"All {len(first)} reached" if 2 < len(first) == len(rounds) else f"{join_names(first)} reached"
+
+
+def _after(rounds: Mapping[str, float], fewest: float) -> str:
+    """Return after how many rounds the first reached a level, and in brackets when the others did, the fastest first."""
+    ranked = sorted((count, label) for label, count in rounds.items() if count > fewest)
+    others = [f"{label}: {f'{count:g}' if np.isfinite(count) else 'not reached'}" for count, label in ranked]
+    compared = f" ({', '.join(at_most(others))})" if others else ""
+    return f"{fewest:g} round{'' if fewest == 1 else 's'}{compared}"
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Return names as an enumeration; many are counted.
+
+    >>> join_names(["a", "b", "c"]), join_names("abcdefgh")
+    ('a, b and c', 'a, b, c, d, e and 3 more')
+    """
+    names = at_most(names)
     return " and ".join([", ".join(names[:-1])] * (len(names) > 1) + [*names[-1:]])
+
+
+def at_most(names: Sequence[str], count: int = MAX_NAMES) -> list[str]:
+    """Return at most ``count`` names, the last of which is the number of those left out.
+
+    >>> at_most("abcd", 3)
+    ['a', 'b', '2 more']
+    """
+    return [*names[: count - 1], f"{len(names) - count + 1} more"] if len(names) > count else [*names]
 
 
 def decimal(value: float, decimals: int) -> str:
