@@ -155,6 +155,26 @@ def algorithm_named(name: str, hyperparameters: Hyperparameters) -> Algorithm:
     return with_server_rate(_with_gradients(algorithm, hyperparameters), hyperparameters)
 
 
+def unused_settings(name: str) -> set[str]:
+    """Return the settings of some algorithms that do not change this one's steps; none for an unknown algorithm.
+
+    >>> sorted(unused_settings("fedprox"))
+    ['liars', 'pool', 'probes', 'server_momentum', 'smoothness']
+    """
+    if name not in ALGORITHMS:
+        return set()
+    used: set[str] = set()
+
+    class Traced(Hyperparameters):
+        def __getattribute__(self, setting: str) -> object:
+            used.add(setting)
+            return super().__getattribute__(setting)
+
+    needs = ALGORITHMS[name](Traced(learning_rate=0.1, smoothness=10.0)).rule.needs
+    used |= {"probes"} if "gradient" in needs else set()
+    return {"mu", "smoothness", "server_momentum", "liars", "probes", "pool"} - used - needs
+
+
 def _with_gradients(algorithm: Algorithm, h: Hyperparameters) -> Algorithm:
     """Return an algorithm whose rule combines the probes' gradients as set; one without probes is returned as it is."""
     if isinstance(algorithm.rule, CoordinateRule) or "gradient" not in algorithm.rule.needs:

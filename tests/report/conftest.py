@@ -50,7 +50,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_run(tmp_path: Path):
     """Write a file of records from anything: rounds as mappings, or lines as they are."""
 
-    def write(rounds: list, name: str = "hostile", **settings: object) -> Path:
+    def write(rounds: list, name: str = "hostile", /, **settings: object) -> Path:
         head = {"schema": 1, "settings": {"dataset": "data", "algorithm": "fedavg", "seed": 0, **settings}}
         lines = [line if isinstance(line, str) else json.dumps(line) for line in [head, *rounds]]
         path = tmp_path / f"{name}.jsonl"

@@ -74,13 +74,15 @@ def test_seconds_and_bytes_to_a_level_are_those_spent_until_then(write_run) -> N
 def test_runs_that_differ_in_a_setting_are_separate_lines_named_by_it(write_run) -> None:
     choices = (10, "all", 9)
     paths = [
-        write_run([{"loss": 1}], f"{probes}-{seed}", probes=probes, seed=seed) for probes in choices for seed in (0, 1)
+        write_run([{"loss": 1}], f"{probes}-{seed}", algorithm="fedavg-memory", probes=probes, seed=seed)
+        for probes in choices
+        for seed in (0, 1)
     ]
     groups = page_data(*read_runs(paths))["datasets"][0]["groups"]
     assert [(group["label"], group["seeds"]) for group in groups] == [
-        ("fedavg (probes=9)", ["0", "1"]),
-        ("fedavg (probes=10)", ["0", "1"]),
-        ("fedavg (probes=all)", ["0", "1"]),
+        ("fedavg-memory (probes=9)", ["0", "1"]),
+        ("fedavg-memory (probes=10)", ["0", "1"]),
+        ("fedavg-memory (probes=all)", ["0", "1"]),
     ]
 
 
@@ -90,6 +92,31 @@ def test_a_setting_is_named_where_it_tells_lines_apart_or_makes_a_comparison_une
     paths = [write_run([], f"{name}{a}{b}", algorithm=name, a=a, b=b) for name, a, b in pairs]
     labels = [group["label"] for group in page_data(*read_runs(paths))["datasets"][0]["groups"]]
     assert labels == ["fedavg (b=1)", "fedprox (b=3)", "folb (a=1, b=1)", "folb (a=2, b=1)"]
+
+
+def test_runs_that_differ_in_rounds_or_in_a_setting_without_effect_are_one_line(write_run) -> None:
+    short, long = [{"loss": 2}] * 2, [{"loss": 2}] * 3
+    paths = [
+        write_run(short, "short", rounds=2, mu=0.1),
+        write_run(long, "long", rounds=3, mu=0.1),
+        write_run(short, "mu", rounds=2, mu=5.0),
+        write_run(short, "other", rounds=2, mu=0.1, seed=1),
+        write_run(short, "folb", rounds=2, mu=0.1, algorithm="folb"),
+    ]
+    dataset = page_data(*read_runs(paths))["datasets"][0]
+    lines = [(group["label"], group["seeds"], group["final"]["rounds"]) for group in dataset["groups"]]
+    assert lines == [("fedavg", ["0", "1"], 2.5), ("folb", ["0"], 2)]
+    assert "2 to 3 rounds" in dataset["sentences"][0]
+    assert dataset["sentences"][1].endswith("The seeds differ: fedavg has 2 seeds, folb has 1 seed.")
+
+
+def test_a_label_has_few_settings_and_is_no_others(write_run) -> None:
+    paths = [write_run([], f"{at}", **{key: at % (3 + n) for n, key in enumerate("abcdefghi")}) for at in range(12)]
+    groups = page_data(*read_runs(paths))["datasets"][0]["groups"]
+    labels = {group["label"] for group in groups}
+    assert len(labels) == 12
+    assert all(label.count("=") == 3 and label.endswith(", 6 more)") for label in labels)
+    assert all(group["full_label"].count("=") == 9 for group in groups)
 
 
 def test_a_weight_of_minus_zero_is_a_zero_on_the_page(write_run) -> None:

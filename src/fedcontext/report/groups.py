@@ -1,22 +1,24 @@
-"""Groups of runs that differ only in their seed: one line in a chart, one row in a table."""
+"""Groups of runs that differ only in their seed and their rounds: one line in a chart, one row in a table."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
 
-from fedcontext.algorithms import ALGORITHMS
+from fedcontext.algorithms import ALGORITHMS, unused_settings
 from fedcontext.arrays.tree import FloatArray
 from fedcontext.results.reader import MAX_TEXT, Run, column
 
 UNITS = ("rounds", "seconds", "bytes")  # of the cost of a run
+MAX_SETTINGS = 3  # in a label, unless more are needed to tell two lines apart
+Settings: TypeAlias = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Group:
     """The runs of one algorithm with the same settings, over seeds."""
 
     label: str
+    full_label: str  # with all settings that differ
     runs: list[Run]
 
     @cached_property
@@ -63,18 +66,37 @@ def seed_of(run: Run) -> str:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Return the runs of one data set in groups, labelled by algorithm and by the settings that differ."""
+    """Return the runs of one data set in groups, labelled by algorithm and by the settings that differ.
+
+    Runs that differ in their rounds alone are one group: of the same seed the longest counts.
+    """
     by_settings: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
-        by_settings[_to_text({**run.settings, "seed": None, "algorithm": algorithm_of(run)})].append(run)
-    values = _values_by_setting([members[0] for members in by_settings.values()])
-    groups = [Group(_label(members[0], values), _started(members)) for members in by_settings.values()]
+        by_settings[_to_text([algorithm_of(run), _compared(run)])].append(run)
+    firsts = [(algorithm_of(members[0]), _compared(members[0])) for members in by_settings.values()]
+    groups = [
+        Group(*_labels(*first, firsts), _longest(_started(members)))
+        for first, members in zip(firsts, by_settings.values(), strict=True)
+    ]
     return sorted(groups, key=lambda group: (_rank(algorithm_of(group.runs[0])), _natural_key(group.label)))
+
+
+def _compared(run: Run) -> dict[str, str]:
+    """Return as text the settings that make a run another than those beside it: only those that its algorithm uses."""
+    unused = {"seed", "algorithm", "rounds", *unused_settings(algorithm_of(run))}
+    known = {name: value for name, value in run.settings.items() if name not in unused and value is not None}
+    return {name: value if isinstance(value, str) else _to_text(value) for name, value in known.items()}
 
 
 def _started(runs: list[Run]) -> list[Run]:
     """Return the runs that have rounds, or all if none has: a run that is still queued has not failed."""
     return [run for run in runs if run.rows] or runs
+
+
+def _longest(runs: list[Run]) -> list[Run]:
+    """Return of each seed the longest run, and those that repeat it with the same settings."""
+    longest = {seed_of(run): run.settings for run in sorted(runs, key=lambda run: len(run.rows))}
+    return [run for run in runs if run.settings == longest[seed_of(run)]]
 
 
 def _rank(algorithm: str) -> int:
@@ -92,31 +114,40 @@ def _natural_key(label: str) -> list[str | float]:
     return [float(part) if index % 2 else part for index, part in enumerate(parts)]
 
 
-SettingValues: TypeAlias = dict[str, dict[str, set[str]]]  # setting -> algorithm -> its values
+def _labels(algorithm: str, own: Settings, groups: Sequence[tuple[str, Settings]]) -> tuple[str, str]:
+    """Return an algorithm's name with a few of the settings that differ, by which no other has it, and with all of them."""
+    settings: dict[str, list[Settings]] = defaultdict(list)
+    for name, other in groups:
+        settings[name].append(other)
+    same = settings[algorithm]
+    names = dict.fromkeys(name for other in same for name in other)
+    differing = [name for name in names if _differs(name, same, settings.values())]
+    needed = _distinguishing(own, same, differing)
+    short = sorted(dict.fromkeys((*needed, *differing)), key=needed.__contains__, reverse=True)
+    short = short[: max(MAX_SETTINGS, len(needed))]
+    more = [f"{len(differing) - len(short)} more"] * (len(differing) > len(short))
+    texts = {name: f"{name}={own.get(name, 'none')}" for name in differing}
+    few = [texts[name] for name in differing if name in short] + more
+    return _with_settings(algorithm, few), _with_settings(algorithm, list(texts.values()))
 
 
-def _values_by_setting(runs: Sequence[Run]) -> SettingValues:
-    names = dict.fromkeys(name for run in runs for name in run.settings if name not in ("seed", "algorithm"))
-    values: SettingValues = {name: defaultdict(set) for name in names}
-    for name, by_algorithm in values.items():
-        for run in runs:
-            by_algorithm[algorithm_of(run)].add(_to_text(run.settings.get(name)))
-    return values
+def _differs(name: str, same: Sequence[Settings], by_algorithm: Iterable[Sequence[Settings]]) -> bool:
+    """Return whether a setting has several values for one algorithm, or none that another algorithm which has it shares."""
+    own = {each.get(name) for each in same}
+    others = ({each[name] for each in group if name in each} for group in by_algorithm)
+    return len(own) > 1 or any(values and own.isdisjoint(values) for values in others)
 
 
-def _label(run: Run, values: SettingValues) -> str:
-    """Return an algorithm's name with the settings that distinguish its groups, or that differ from another algorithm's."""
-    name = algorithm_of(run)
-    shown = [f"{key}={_format(run.settings.get(key))}" for key, by in values.items() if _differs(by[name], by)]
-    return (f"{name} ({', '.join(shown)})" if shown else name)[:MAX_TEXT]
+def _with_settings(algorithm: str, settings: Sequence[str]) -> str:
+    return (f"{algorithm} ({', '.join(settings)})" if settings else algorithm)[:MAX_TEXT]
 
 
-def _differs(own: set[str], by_algorithm: dict[str, set[str]]) -> bool:
-    return len(own) > 1 or any(own.isdisjoint(others) for others in by_algorithm.values())
-
-
-def _format(value: object) -> str:
-    return value if isinstance(value, str) else _to_text(value)
+def _distinguishing(own: Settings, others: Sequence[Settings], names: Sequence[str]) -> list[str]:
+    """Return a few of the names in which ``own`` differs from all others."""
+    chosen: list[str] = []
+    while others := [each for each in others if each != own and all(each.get(n) == own.get(n) for n in chosen)]:
+        chosen.append(max(names, key=lambda name: sum(each.get(name) != own.get(name) for each in others)))
+    return chosen
 
 
 def _to_text(value: object) -> str:

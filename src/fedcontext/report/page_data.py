@@ -11,7 +11,7 @@ from fedcontext.report.curves import curve, diagnostics
 from fedcontext.report.devices import bound_check, excluded_devices, weight_heatmap, weight_stages
 from fedcontext.report.groups import Group, algorithm_of, dataset_of, group_runs, seed_of
 from fedcontext.report.milestones import accuracy_levels, final_metrics, milestones
-from fedcontext.report.sentences import headline, reproduction_configs
+from fedcontext.report.sentences import headline, reproduction_configs, seeds_note
 from fedcontext.results.diagnosis import diagnose, findings_over_seeds
 from fedcontext.results.reader import Run
 from fedcontext.results.summary import Summary, outcome, summarise
@@ -47,7 +47,7 @@ def _dataset(name: str, runs: Sequence[Run], run_count: int) -> dict[str, Any]:
     summaries = {group.label: [summarise(run.records, levels) for run in group.runs] for group in groups}
     return {
         "name": name,
-        "sentences": [headline(name, groups), outcome(summaries)],
+        "sentences": [headline(name, groups), outcome(summaries) + seeds_note(groups)],
         "findings": [f"{group.label}: {line}" for group in groups for line in _findings(group)],
         "levels": levels,
         "configs": reproduction_configs(runs),
@@ -66,6 +66,7 @@ def _findings(group: Group) -> list[str]:
 def _group(group: Group, summaries: Sequence[Summary], levels: Sequence[float], points: int) -> dict[str, Any]:
     return {
         "label": group.label,
+        "full_label": group.full_label,
         "seeds": [seed_of(run) for run in group.runs],
         "loss": curve(group, "loss", points),
         "accuracy": curve(group, "accuracy", points),

@@ -10,17 +10,26 @@ from typing import Any
 from fedcontext.files.toml import to_toml
 from fedcontext.report.groups import Group, algorithm_of, seed_of
 from fedcontext.results.reader import Run
-from fedcontext.results.summary import join_names
+from fedcontext.results.summary import at_most, join_names
 
 
 def headline(dataset: str, groups: Sequence[Group]) -> str:
     """Return the sentence that says what is compared."""
     labels = [group.label for group in groups]
     several = len(groups) > 1
-    rounds = _count({len(group.numbers) for group in groups}, "round")
+    rounds = _count({len(run.rows) for group in groups for run in group.runs}, "round")
     seeds = _count({len(group.runs) for group in groups}, "seed")
     verb = "compares" if several else "shows"
     return f"This page {verb} {join_names(labels)} on {dataset}: {rounds}, {seeds}{' each' if several else ''}."
+
+
+def seeds_note(groups: Sequence[Group]) -> str:
+    """Return a sentence that warns of groups with different seeds, whose results are no fair comparison; "" if all agree."""
+    seeds = {group.label: {seed_of(run) for run in group.runs} for group in groups}
+    if all(own == seeds[groups[0].label] for own in seeds.values()):
+        return ""
+    counts = at_most([f"{label} has {_count({len(own)}, 'seed')}" for label, own in seeds.items()])
+    return f" The seeds differ: {', '.join(counts)}."
 
 
 def reproduction_configs(runs: Sequence[Run]) -> list[str]:

@@ -68,7 +68,7 @@ function writeLegend() {
   const legend = byId("legend");
   const focused = legend.contains(document.activeElement) ? document.activeElement.dataset.label : null;
   legend.replaceChildren(...groups().map((group, index) => {
-    const button = element("button", { type: "button" }, swatch(index), element("span", { textContent: group.label }));
+    const button = element("button", { type: "button", title: group.full_label }, swatch(index), element("span", { textContent: group.label }));
     button.dataset.label = group.label;
     button.setAttribute("aria-pressed", String(!view.hidden.has(group.label)));
     button.addEventListener("click", () => {
