@@ -32,7 +32,8 @@ function layout(x, y, options = {}) {
   };
 }
 
-const CONFIG = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+// Plotly shows its toolbar all the time where nothing can hover, on top of the curves.
+const CONFIG = { responsive: true, displaylogo: false, displayModeBar: !matchMedia("(hover: none)").matches && "hover", modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
 
 async function plot(id, description, traces, chartLayout, emptyText = "Nothing to draw yet.") {
   const box = byId(id);
@@ -50,7 +51,7 @@ async function plot(id, description, traces, chartLayout, emptyText = "Nothing t
   box.setAttribute("aria-label", description);
 }
 
-const UNIT_AXES = { rounds: ["round", {}], seconds: ["simulated seconds", {}], bytes: ["bytes, up and down", { tickformat: "~s", ticksuffix: "B" }] };
+const UNIT_AXES = { rounds: ["round", {}], seconds: ["seconds", {}], bytes: ["bytes, up and down", { tickformat: "~s", ticksuffix: "B" }] };
 
 function line(group, x, y, options = {}) {
   return { type: "scatter", mode: y.length === 1 ? "markers" : "lines", name: escapeMarkup(group.label), x, y, line: { color: colour(group.index), dash: dashOf(group.index), width: 2 }, marker: { color: colour(group.index), size: 8 }, ...options };
@@ -71,7 +72,7 @@ function drawCurves(measure) {
   const unified = lines.length <= 8 && view.unit === "rounds";
   const x = view.unit === "rounds" ? integerTicks(lines.map((group) => group[measure].x.rounds.at(-1) || 0)) : axisOptions;
   const chartLayout = layout(axis(title, x), y, { hovermode: unified ? "x unified" : "closest", uirevision: `${dataset().name} ${view.unit} ${log}` });
-  return plot(measure, `${measure} against ${UNITS[view.unit]}, ${lines.length} lines; see the table below for the numbers`, traces, chartLayout, "All lines are hidden: select one in the legend.");
+  return plot(measure, `${measure} against ${UNITS[view.unit]}, ${lines.length} lines; see the table below for the numbers`, traces, chartLayout, !lines.length ? "All lines are hidden: select one in the legend." : page.status ? undefined : `No ${measure} is recorded: evaluate the model in some rounds (in Flower with evaluate_fn, or fraction_evaluate above 0).`);
 }
 
 function useLog() {

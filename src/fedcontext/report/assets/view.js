@@ -3,7 +3,7 @@
 
 let page = JSON.parse(document.getElementById("data").textContent);
 const view = { dataset: "", unit: "rounds", log: null, hidden: new Set(), baseline: "", run: "", sort: { column: -1, descending: false }, theme: null };
-const UNITS = { rounds: "rounds", seconds: "simulated seconds", bytes: "bytes" };
+const UNITS = { rounds: "rounds", seconds: "seconds", bytes: "bytes" };
 const byId = (id) => document.getElementById(id);
 
 function element(tag, properties = {}, ...children) {
