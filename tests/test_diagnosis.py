@@ -88,6 +88,11 @@ def test_a_setting_that_is_far_off_is_named(settings, what, advice):
     assert {finding.what: finding.advice.startswith(advice) for finding in findings}[what]
 
 
+def test_a_short_run_that_loses_every_round_is_diagnosed():
+    assert "most replies are not used" in found(fc.Experiment(rounds=3, faults="dropout=1"))
+    assert found(fc.Experiment(rounds=1, faults="dropout=1")) == set()
+
+
 def test_a_learning_rate_far_too_large_is_named_within_three_rounds(tmp_path):
     given_ = ["--dataset", "synthetic-1-1", "--learning-rate", "1e9", "--rounds", "3", "--out", str(tmp_path)]
     done = call("run", *given_)

@@ -102,7 +102,8 @@ def _excluded(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Fi
     used, lost = sum(len(record.devices) for record in records), sum(record.lost for record in records)
     asked = settings.get("devices_per_round")  # probes can be among those excluded, but not among those used
     missing = asked * len(records) - used if isinstance(asked, int) else reasons.total()
-    if len(records) < RECENT or not reasons or (missing <= used and 2 * lost < len(records)):
+    few = len(records) < RECENT and not 2 <= lost == len(records)  # so early only if every round was lost
+    if few or not reasons or (missing <= used and 2 * lost < len(records)):
         return None
     (reason, count), *_ = reasons.most_common(1)
     late = _number("deadline", settings) if "deadline" in reason else None
