@@ -10,6 +10,7 @@ import typer
 from fedcontext.callbacks.progress import progress
 from fedcontext.cli.options import CORES, REUSED, Jobs, Quiet, interruptible
 from fedcontext.console import print_line
+from fedcontext.errors import require
 
 
 def reproduce(
@@ -25,12 +26,12 @@ def reproduce(
     quiet: Quiet = False,
 ) -> None:
     """Repeat the paper's experiments: records, figures (PNG and PDF), and with `claims` a verdict on each claim."""
-    from fedcontext.paper import document, figures
+    from fedcontext.paper import document
     from fedcontext.paper.experiments import STUDIES, experiments_of, get_study
     from fedcontext.paper.reproduce import draw_figures, read_records, run_experiments
     from fedcontext.runner import complete_records
 
-    figures.check_path(Path("figure.png"))
+    require("matplotlib", extra="plot")
     if experiment == "claims":
         path = document.write_document(out_dir, docs, quick)
         if not quiet:

@@ -110,6 +110,5 @@ def select(tasks: Sequence[str], *, quick: bool, device: str = "") -> tuple[list
     chosen = [task.on(device) for task in named("task", TASKS, tasks) or TASKS]
     if not quick:
         return chosen, list(CONDITIONS)
-    first = chosen[:1] if tasks else [TASKS[0]]
-    small = [replace(task, settings={**task.settings, "rounds": 9}) for task in first]
+    small = [replace(task, settings={**task.settings, "rounds": 9}) for task in chosen[:1]]
     return small, [each for each in CONDITIONS if each.name in QUICK and each.share in (0.0, 0.2)]
