@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import fedcontext as fc
 from commands import call
+from fedcontext.algorithms import unused_settings
 from fedcontext.cli import main
 from fedcontext.cli.options import OPTIONS
 from fedcontext.cli.tables import mean_and_deviation
@@ -49,7 +50,7 @@ def test_version_is_the_packages(tmp_path):
 
 
 def test_run_prints_a_table_and_writes_records_and_the_toml_that_repeats_it(tmp_path):
-    first = program("run", *FEW, "--algorithm", "folb", "--epochs", "1..3", "--probes", "5", cwd=tmp_path)
+    first = program("run", *FEW, "--algorithm", "folb", "--epochs", "1..3", "--mu", "0.5", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     assert "folb" in first.stdout
     path = Path(first.stdout.split("records: ")[1].strip())
@@ -161,6 +162,15 @@ def test_a_file_overrides_a_preset_and_options_override_both(tmp_path):
     settings = settings_of("mine.toml", "--preset", "paper", "--smoothness", "9", cwd=tmp_path)
     assert (settings["dataset"], settings["probes"], settings["smoothness"]) == ("synthetic-iid", 5, 9)
     assert settings["probe_averaging"] == fc.presets.paper().probe_averaging != fc.Experiment().probe_averaging
+
+
+@pytest.mark.parametrize("algorithm", fc.ALGORITHMS)
+def test_a_setting_is_refused_exactly_where_it_has_no_effect(algorithm):
+    usual = {"dataset": "synthetic-iid", "rounds": 3, "epochs": 2, "probes": 5, "pool": 3, "engine": "reference"}
+    losses = lambda **changed: [each.loss for each in fc.train(**{**usual, **changed}, algorithm=algorithm).records]  # noqa: E731
+    others = {"mu": 2.0, "smoothness": 3.0, "server_momentum": 0.3, "liars": 0.1, "probes": 10, "pool": 5}
+    without_effect = {name for name, value in others.items() if losses(**{name: value}) == losses()}
+    assert unused_settings(algorithm) == without_effect
 
 
 def test_a_preset_leaves_the_algorithms_of_a_comparison(tmp_path):
@@ -384,6 +394,12 @@ BAD = {
         ["run", "odd.toml"],
         "odd.toml: unknown setting 'speed', did you mean seed?",
     ),
+    "setting without effect": (["run", "--mu", "5"], "mu has no effect on algorithm 'fedavg-memory' (got '5'): leave"),
+    "setting without effect on any": (
+        ["compare", "--algorithms", "fedavg,krum", "--smoothness", "5"],
+        "smoothness has no effect on algorithm 'fedavg' and 'krum'",
+    ),
+    "grid without effect": (["tune", "--algorithm", "fedavg", "--grid", "mu=1,2"], "mu has no effect on algorithm"),
     "unknown setting of a grid": (["tune", "--grid", "server_lr=1"], "'server_lr', did you mean server_learning_rate?"),
     "setting that is like no other": (
         ["tune", "--grid", "xyz=1"],

@@ -17,6 +17,7 @@ from fedcontext.cli.options import (
     Jobs,
     Out,
     Quiet,
+    check_used,
     command_line,
     distinct,
     interruptible,
@@ -31,6 +32,7 @@ from fedcontext.experiment import check_names, experiment_from
 from fedcontext.files.storage import check_folder, lock, write_text
 from fedcontext.files.toml import to_toml
 from fedcontext.leaderboard import entries
+from fedcontext.runner import missing_experiments
 
 Names = Annotated[str, typer.Option(metavar="NAMES", help="Comma-separated names. [default: all]")]
 
@@ -70,7 +72,9 @@ def leaderboard(
     tuning, seeds = list(entries.TUNING_SEEDS), list(entries.TEST_SEEDS)
     if quick:
         tuning, seeds = tuning[:1], seeds[:2]
-    with interruptible(out_dir, REUSED), lock(out_dir / "results.json"):
+    path = out_dir / "results.json"
+    given = {"quick": quick, "group": group, "tasks": tasks, "entrants": entrants, "device": device, "docs": docs}
+    with interruptible(out_dir, REUSED), lock(path):
         made = board.compete(
             chosen,
             rivals,
@@ -80,12 +84,10 @@ def leaderboard(
             seeds=seeds,
             progress=lambda title, rounds: progress(title, rounds, quiet),
         )
-    path = out_dir / "results.json"
-    given = {"quick": quick, "group": group, "tasks": tasks, "entrants": entrants, "device": device, "docs": docs}
-    made = [replace(each, commands=[command_line("leaderboard", given)]) for each in made]
-    merged = results.merge(results.read_results(path) if path.exists() and not quick else [], made)
+        made = [replace(each, commands=[command_line("leaderboard", given)]) for each in made]
+        merged = results.merge(results.read_results(path) if path.exists() and not quick else [], made)
+        results.write_results(merged, path)
     page = document(merged, results.commands_of(merged))
-    results.write_results(merged, path)
     write_text(out_dir / "leaderboard.md", page)
     if docs is not None:
         results.write_results(merged, results.PUBLISHED)
@@ -124,8 +126,11 @@ def tune(
     entrant = entries.Entrant("tune", {}, parse_grid(grid))
     tuning = [experiment_from({**settings, "seed": seed}).seed for seed in seeds_from(seeds)]
     experiments = tuning_experiments(task, entrant, tuning)
-    with interruptible(out_dir, REUSED), progress("tune", sum(each.rounds for each in experiments), quiet) as on_round:
-        run_missing(experiments, out_dir, jobs, on_round)
+    algorithms = list(dict.fromkeys(each.algorithm for each in experiments))
+    check_used({name: values[0] for name, values in entrant.grid.items() if algorithms}, algorithms)
+    missing = missing_experiments(experiments, out_dir)
+    with interruptible(out_dir, REUSED), progress("tune", sum(each.rounds for each in missing), quiet) as on_round:
+        run_missing(missing, out_dir, jobs, on_round)
     best = choose(task, entrant, tuning, out_dir)
     scores = candidate_scores(task, entrant, tuning, out_dir)
     rows = [

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import signal
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, fields
 from pathlib import Path
@@ -19,9 +19,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from fedcontext.algorithms import ALGORITHMS, unused_settings
 from fedcontext.console import err, print_line
 from fedcontext.errors import FedcontextError, by_name, shown
-from fedcontext.experiment import SETTING_OF, SETTINGS, Experiment, settings_from_toml, with_limits
+from fedcontext.experiment import SETTING_OF, SETTINGS, Experiment, checked, settings_from_toml, with_limits
 from fedcontext.files.storage import check_folder
 from fedcontext.presets import PRESETS
 
@@ -142,7 +143,26 @@ def merged(
         given["probes"] = probes_from(k2)
     base = by_name("preset", preset, PRESETS) if preset else {}
     settings = {name: value for name, value in base.items() if name in known}
-    return settings | (settings_from_toml(file, {**dict.fromkeys(SETTINGS), **known}) if file else {}) | given
+    settings |= (settings_from_toml(file, {**dict.fromkeys(SETTINGS), **known}) if file else {}) | given
+    usual = list(ALGORITHMS) if "algorithms" in known else Experiment().algorithm
+    check_used(given, distinct("algorithms", settings.get("algorithms", settings.get("algorithm", usual))))
+    return settings
+
+
+def check_used(given: Mapping[str, Any], algorithms: Sequence[str]) -> None:
+    """Raise an error for a setting that none of the algorithms uses.
+
+    >>> check_used({"mu": "5"}, ["fedavg", "fedprox"])
+    >>> check_used({"mu": "5"}, ["fedavg"])
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: mu has no effect on algorithm 'fedavg' (got '5'): leave it out
+    """
+    for name, value in given.items():
+        if all(name in unused_settings(each) for each in algorithms):
+            checked(name, value)  # a wrong value comes first
+            names = " and ".join(f"'{each}'" for each in algorithms)
+            raise FedcontextError(f"{name} has no effect on algorithm {names} (got {shown(value)}): leave it out")
 
 
 def probes_from(k2: str) -> str:
