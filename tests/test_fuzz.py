@@ -30,7 +30,6 @@ from fedcontext.datasets import load_dataset
 from fedcontext.datasets.femnist import femnist
 from fedcontext.datasets.leaf import leaf
 from fedcontext.engines.base import engine_named
-from fedcontext.errors import LONGEST
 from fedcontext.experiment import experiment_from, settings_from_toml
 from fedcontext.files.tensor_file import START, ZEROS
 from fedcontext.files.toml import to_toml
@@ -198,7 +197,7 @@ def complaint(read: Callable[[], object]) -> str:
             read()
         except fc.FedcontextError as error:
             message = str(error) or "no message"
-    assert len(message) <= LONGEST
+    assert len(message) < 500
     return message
 
 
@@ -383,6 +382,6 @@ def test_mutated_command_lines_exit_with_a_short_error(tmp_path: Path, monkeypat
         arguments = [*random.choice(COMMANDS), *extra, random.choice(TEXTS + NUMBERS)]
         code, printed = command_line(*arguments)
         assert code == 2, arguments
-        assert len(" ".join(printed.split())) <= LONGEST + len("error: "), arguments
+        assert len(" ".join(printed.split())) < 500, arguments
         assert "Traceback" not in printed, arguments
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TypeVar
 
 Entry = TypeVar("Entry")
-LONGEST = 600  # characters of a message: room for the names of all settings
+LONGEST = 480  # characters of a message
 LONGEST_VALUE = 80  # characters of a value in a message
 
 

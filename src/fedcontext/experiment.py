@@ -255,7 +255,7 @@ def with_limits(settings: Mapping[str, Any], source: str = "") -> dict[str, Any]
 
 
 def check_names(names: Collection[str], known: Collection[str] = SETTINGS, source: str = "") -> None:
-    """Raise an error for a name that is not a setting, with the nearest one, or the list of all if none is near.
+    """Raise an error for a name that is not a setting, with the nearest one, or where all are listed.
 
     >>> check_names(["lr"])
     Traceback (most recent call last):
@@ -266,7 +266,7 @@ def check_names(names: Collection[str], known: Collection[str] = SETTINGS, sourc
         if name not in known:
             similar = nearest(name, {**dict.fromkeys(known), **SETTING_OF})
             hint = did_you_mean(SETTING_OF.get(similar, similar))
-            every = "" if similar else f" The settings are {', '.join(known)}"
+            every = "" if similar else " `fedcontext run --help` lists all"
             raise FedcontextError(f"{source}unknown setting {shown(name)}{hint}{every}")
 
 
