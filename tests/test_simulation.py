@@ -460,6 +460,21 @@ def test_pool_devices_that_diverge_are_named_too(small_data):
         fc.train(experiment, data=small_data, engine=Diverging(small_data))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e36])
+@pytest.mark.parametrize("settings", [{}, {"probes": "cohort"}, {"algorithm": "fedavg-contextual", "sketch": 64}])
+def test_a_device_whose_gradients_no_code_can_hold_is_excluded_by_name(small_data, settings, value):
+    class Broken(SoftmaxReference):
+        def gradients(self, params, devices):
+            found = super().gradients(params, devices)
+            return [np.full_like(g, value) if device == 3 else g for device, g in zip(devices, found, strict=True)]
+
+    experiment = fc.Experiment("small", **{**SMALL, "devices_per_round": 12, **settings})
+    for record in fc.train(experiment, data=small_data, engine=Broken(small_data)).records:
+        assert list(record.excluded) == [3]
+        assert "gradient" in record.excluded[3]
+        assert np.isfinite(record.loss)
+
+
 def test_a_truncated_last_line_is_skipped_and_other_files_are_refused(small_data, tmp_path):
     experiment = fc.Experiment(**SMALL)
     path = tmp_path / "run.jsonl"

@@ -10,7 +10,7 @@ import numpy as np
 from fedcontext.algorithms import Algorithm
 from fedcontext.arrays.tree import Structure, is_finite, leaves, rebuild
 from fedcontext.coding import Coding
-from fedcontext.compression.codec import IDENTITY, Codec
+from fedcontext.compression.codec import IDENTITY, LARGEST_ENTRY, Codec
 from fedcontext.compression.sketch import Sketch
 from fedcontext.datasets import FederatedData
 from fedcontext.engines.base import Engine, Work
@@ -113,14 +113,18 @@ class Devices:
 def _decoded(
     vectors: Sequence[Structure], codec: Codec | Sketch, devices: IntArray, key: tuple[int, int, int]
 ) -> list[Structure]:
-    """Return what the server decodes; ``key`` and the device decide the random rotation of a code."""
+    """Return what the server decodes; ``key`` and the device decide the random rotation of a code.
+
+    What no code can hold, such as NaN, is returned as it is: `aggregate` names and excludes its device.
+    """
     if codec == IDENTITY or not vectors:
         return list(vectors)
     like = leaves(vectors[0])
     names = list(like)
     rows = np.stack([flat(leaves(vector), names) for vector in vectors])
-    decoded = codec.roundtrip(rows, [(*key, int(device)) for device in devices])
-    return [rebuild(vectors[0], unflat(row.astype(np.float64), like, names)) for row in decoded]
+    coded = np.maximum(rows.max(axis=1), -rows.min(axis=1)) <= LARGEST_ENTRY  # which NaN is not
+    rows[coded] = codec.roundtrip(rows[coded], [(*key, int(device)) for device in devices[coded]])
+    return [rebuild(vectors[0], unflat(row, like, names)) for row in rows]
 
 
 def _difference(now: Structure, before: Structure) -> Structure:

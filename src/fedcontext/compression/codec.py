@@ -44,6 +44,7 @@ Codes: TypeAlias = npt.NDArray[np.uint8]
 HEADER = struct.Struct("<BBQ")  # version, bits, number of entries
 VERSION = 1
 SCALE_LIMIT = 1e35  # a restored entry is at most scale · √LARGEST · largest level and must be finite in float32
+LARGEST_ENTRY = 1e32  # of a vector whose scales are below that limit, whatever its rotation
 
 
 @dataclass(frozen=True)
