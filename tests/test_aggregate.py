@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as hnp
 import fedcontext as fc
 from fedcontext.arrays import tree as arrays
 from fedcontext.errors import FedcontextError
+from fedcontext.measurement.geometry import Report
 
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
@@ -319,6 +320,9 @@ BAD = {
     "unused pool": ({"pool": [model(1)]}, "rule 'contextual' does not use a pool: leave pool out"),
     "no probes": ({"gradient": None, "gradients": []}, "gradients is empty"),
     "both": ({"gradients": [model(1)]}, "give gradient or gradients, not both"),
+    "a Report and more": ({"updates": Report([model(1)])}, "give a Report or keyword arguments, not both: got a Report and gradient$"),
+    "one gradient for sums": ({"rule": fc.contextual_memory()}, "needs the gradient of each probe: give gradients or own_gradients in place of gradient$"),
+    "no gradient for sums": ({"rule": fc.contextual_memory(), "gradient": None}, "needs the gradient of each probe: give gradients or own_gradients$"),
     "no own gradients": ({"rule": fc.folb()}, "rule 'folb' needs the gradient of each update's device"),
     "own gradients": ({"own_gradients": [model(1)]}, "own_gradients must be one for each of 2 updates, got 1"),
     "no rule": ({"rule": fc.contextual}, "rule must be a rule such as"),
@@ -414,6 +418,10 @@ def test_a_rule_with_memory_says_what_it_misses():
     given = {"gradients": [np.ones(3)], "rule": fc.contextual_memory(), "state": first.state}
     with pytest.raises(FedcontextError, match="needs differences from the second round on"):
         fc.aggregate(np.zeros(3), [np.ones(3)], **given)
+    with pytest.raises(FedcontextError, match="in place of gradient"):
+        fc.aggregate(
+            np.zeros(3), [np.ones(3)], **{**given, "gradients": None}, gradient=np.ones(3), differences=[np.ones(3)]
+        )
     two = np.ones(2)
     with pytest.raises(FedcontextError, match="is of a model with 3 parameters, got 2"):
         fc.aggregate(np.zeros(2), [two], **{**given, "gradients": [two]}, differences=[two])

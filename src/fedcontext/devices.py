@@ -22,6 +22,7 @@ from fedcontext.measurement.defences import OFF
 from fedcontext.measurement.geometry import Report, shares
 from fedcontext.measurement.sums import flat, unflat
 from fedcontext.plan import IntArray, RoundPlan, Stream
+from fedcontext.rules.base import SumRule
 from fedcontext.state import State
 from fedcontext.variates import corrections
 
@@ -91,7 +92,7 @@ class Devices:
         probes = devices if cohort_probes else probes
         by_samples = self.experiment.probe_averaging == "samples"
         weights = shares(self.data.train.sizes[probes].astype(np.float64) if by_samples else None, len(probes))
-        each = "differences" in needs or not self.coding.exact or cohort_probes or disturbed
+        each = isinstance(self.algorithm.rule, SumRule) or not self.coding.exact or cohort_probes or disturbed
         if not each and self.experiment.defences == OFF:  # the mean alone, in one pass where all devices probe
             return replace(report, own_gradients=own, gradient=self.engine.gradient(state.params, probes, weights))
         answers, differences = self.answers(self.engine, state, number, probes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from fedcontext.aggregation.application import Inputs, apply_step, apply_weights
 from fedcontext.aggregation.combine import largest_entries
@@ -20,7 +21,7 @@ from fedcontext.arrays.tree import SCRATCH, Leaves, Structure, kind_of, leaves, 
 from fedcontext.errors import FedcontextError, positive
 from fedcontext.measurement.defences import OFF, Defences
 from fedcontext.measurement.geometry import Report, Structures
-from fedcontext.rules.base import AnyRule, Rule, State
+from fedcontext.rules.base import AnyRule, Rule, State, SumRule
 
 ARGUMENTS = {  # what to give for each need of a rule
     "samples": "the number of samples of each device: give samples",
@@ -47,7 +48,7 @@ def aggregate(
     population: int | None = None,
     steps: Iterable[float] | None = None,
     root_gradient: Structure | None = None,
-    distortions: tuple[float, float] = (0.0, 0.0),
+    distortions: tuple[float, float] = Report.distortions,
     layers: Iterable[str | int] | None = None,
     buffers: Iterable[str | int] = (),
     smoothness: float | None = None,
@@ -68,6 +69,7 @@ def aggregate(
             `Report`, which holds this and the arguments from ``gradient`` to ``distortions``.
         rule: how to weigh them, such as ``contextual(smoothness=1 / learning_rate)``.
         gradient: one estimate of the global gradient at ``params``; leaves outside the geometry may be missing.
+            A `SumRule` needs ``gradients`` or ``own_gradients``.
         gradients: instead of it, the probes' gradients, averaged with ``probe_weights`` (equal where None).
         differences: for `contextual_memory`, each probe's gradient minus its gradient at the last round's params.
         own_gradients: the gradient of each update's own device, in the same order.
@@ -100,23 +102,19 @@ def aggregate(
     """
     if not isinstance(rule, AnyRule):
         raise FedcontextError(f"rule must be a rule such as contextual(smoothness=10), got {rule!r}")
-    report = (
-        updates
-        if isinstance(updates, Report)
-        else Report(
-            updates,
-            samples,
-            gradient,
-            gradients,
-            probe_weights,
-            own_gradients,
-            pool,
-            differences,
-            population,
-            steps,
-            root_gradient,
-            distortions,
-        )
+    report = _report(
+        updates,
+        samples=samples,
+        gradient=gradient,
+        gradients=gradients,
+        probe_weights=probe_weights,
+        own_gradients=own_gradients,
+        pool=pool,
+        differences=differences,
+        population=population,
+        steps=steps,
+        root_gradient=root_gradient,
+        distortions=distortions,
     )
     check_defences(defences)
     check_population(report.population)
@@ -140,6 +138,15 @@ def aggregate(
     return apply_weights(rule, inputs, rule.smoothness if smoothness is None else positive("smoothness", smoothness))
 
 
+def _report(updates: Structures | Report, **given: Any) -> Report:
+    """Return the `Report` that was given, or one of the arguments."""
+    if not isinstance(updates, Report):
+        return Report(updates, **given)
+    if both := [name for name, value in given.items() if value is not getattr(Report, name)]:
+        raise FedcontextError(f"give a Report or keyword arguments, not both: got a Report and {', '.join(both)}")
+    return updates
+
+
 def _measured_and_averaged(
     base: Leaves, layers: Iterable[str | int] | None, buffers: Iterable[str | int]
 ) -> tuple[list[str], set[str]]:
@@ -153,10 +160,16 @@ def _measured_and_averaged(
 def _check_needs(rule: AnyRule, report: Report, state: State) -> None:
     if report.pool and not {"pool", "root"} & rule.needs:
         raise FedcontextError(f"rule '{rule.name}' does not use a pool: leave pool out, or use expected_contextual")
+    several = report.gradients is not None or report.own_gradients is not None
+    if isinstance(rule, SumRule) and "gradient" in rule.needs and (report.gradient is not None or not several):
+        instead = "" if report.gradient is None else " in place of gradient"
+        raise FedcontextError(
+            f"rule '{rule.name}' needs the gradient of each probe: give gradients or own_gradients{instead}"
+        )
     given = {
         "samples": report.samples is not None,
         "steps": report.steps is not None,
-        "gradient": any(x is not None for x in (report.gradient, report.gradients, report.own_gradients)),
+        "gradient": several or report.gradient is not None,
         "own gradients": report.own_gradients is not None,
         "root": bool(report.pool),
         "root gradient": report.root_gradient is not None,
