@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcontext import checkpoint
+from fedcontext.algorithms import Hyperparameters, algorithm_named
 from fedcontext.arrays.tree import leaves
 from fedcontext.errors import FedcontextError
 from fedcontext.rules.server import chain, except_buffers, fedadagrad, fedadam, fedavgm, fedyogi, server_sgd
@@ -68,6 +69,12 @@ def scalars(optimizer, changes):
     return [float(step[0]) for step in run(optimizer, [np.array([change]) for change in changes], np.zeros(1))[0]]
 
 
+@pytest.mark.parametrize("make", [fedavgm, fedadagrad, fedadam, fedyogi])
+def test_an_algorithm_has_the_defaults_of_its_optimizer(make):
+    named = algorithm_named(make.__name__, Hyperparameters(learning_rate=0.1, smoothness=10))
+    assert scalars(named.server, [1.0, -0.5]) == scalars(make(), [1.0, -0.5])
+
+
 def reddi(changes, lr, beta1, tau, second):
     """Algorithm 2 of "Adaptive Federated Optimization", line by line, for one number."""
     m, v, applied = 0.0, tau**2, []
@@ -117,13 +124,18 @@ def test_without_momentum_at_rate_1_the_step_is_fedavgs(optimizer):
 
 @pytest.mark.skipif(not find_spec("flwr"), reason="compares with Flower")
 @pytest.mark.parametrize(("name", "ours"), [("FedAdam", fedadam), ("FedYogi", fedyogi), ("FedAdagrad", fedadagrad)])
-def test_the_defaults_are_flowers(name, ours):
+def test_the_defaults_are_flowers_but_for_the_rate_of_fedyogi(name, ours):
     from inspect import signature
 
     from flwr.serverapp import strategy
 
     flower = getattr(strategy, name)(fraction_train=1.0)
-    expected = {"lr": flower.eta, "beta1": flower.beta_1, "beta2": flower.beta_2, "tau": flower.tau}
+    expected = {
+        "lr": 0.1 if ours is fedyogi else flower.eta,
+        "beta1": flower.beta_1,
+        "beta2": flower.beta_2,
+        "tau": flower.tau,
+    }
     defaults = {key: parameter.default for key, parameter in signature(ours).parameters.items()}
     assert defaults == {key: expected[key] for key in defaults}
 

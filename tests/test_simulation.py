@@ -220,6 +220,10 @@ def test_a_setting_that_an_algorithm_object_overrules_is_refused(small_data, set
 def test_a_setting_that_a_rule_does_not_use_is_refused(small_data):
     with pytest.raises(FedcontextError, match=r"mu is 0\.7 in the settings, but the rule 'mean' given does not use it"):
         fc.simulate(data=small_data, algorithm=fc.mean(), rounds=1, mu=0.7)
+    with pytest.raises(
+        FedcontextError, match="gradient_averaging is median in the settings, but the rule 'contextual'"
+    ):
+        fc.simulate(data=small_data, algorithm=fc.contextual(10), rounds=1, gradient_averaging="median")
     fc.train(data=small_data, algorithm=fc.mean(), rounds=1, learning_rate=0.5, batch_size=3, server_learning_rate=2.0)
 
 

@@ -124,10 +124,10 @@ ALGORITHMS: dict[str, Recipe] = {
     "fedprox-expected": lambda h: expected_version(fedprox(h), h.smoothness),
     "fedavg-memory": lambda h: memory_version(fedavg(h)),
     "fedprox-memory": lambda h: memory_version(fedprox(h)),
-    "fedavgm": _with_server("fedavgm", lambda h: server.fedavgm(_server_rate(h, 1.0), h.server_momentum)),
-    "fedadagrad": _with_server("fedadagrad", lambda h: server.fedadagrad(_server_rate(h, 0.1))),
-    "fedadam": _with_server("fedadam", lambda h: server.fedadam(_server_rate(h, 0.1), h.server_momentum)),
-    "fedyogi": _with_server("fedyogi", lambda h: server.fedyogi(_server_rate(h, 0.1), h.server_momentum)),
+    "fedavgm": _with_server("fedavgm", lambda h: server.fedavgm(**_server_rate(h), momentum=h.server_momentum)),
+    "fedadagrad": _with_server("fedadagrad", lambda h: server.fedadagrad(**_server_rate(h))),
+    "fedadam": _with_server("fedadam", lambda h: server.fedadam(**_server_rate(h), beta1=h.server_momentum)),
+    "fedyogi": _with_server("fedyogi", lambda h: server.fedyogi(**_server_rate(h), beta1=h.server_momentum)),
     "fednova": _with_rule("fednova", lambda h: averaging.fednova(h.averaging)),
     "fedexp": _with_rule("fedexp", lambda h: averaging.fedexp()),
     "fedmgda": _with_rule("fedmgda", lambda h: averaging.fedmgda()),
@@ -182,8 +182,8 @@ def _with_gradients(algorithm: Algorithm, h: Hyperparameters) -> Algorithm:
     return replace(algorithm, rule=robust.robust_gradients(algorithm.rule, h.gradients))
 
 
-def _server_rate(h: Hyperparameters, default: float) -> float:
-    return default if h.server_learning_rate is None else h.server_learning_rate
+def _server_rate(h: Hyperparameters) -> dict[str, float]:
+    return {} if h.server_learning_rate is None else {"lr": h.server_learning_rate}
 
 
 def _resolved(algorithm: Algorithm | str, smoothness: float) -> Algorithm:

@@ -22,6 +22,7 @@ from fedcontext.fleet import PROFILES
 from fedcontext.measurement.combination import COMBINATIONS, Combination
 from fedcontext.measurement.defences import OFF, Defences
 from fedcontext.rules.base import Averaging
+from fedcontext.rules.server import ADAPTIVE_RATE
 from fedcontext.settings import Check, integer, integer_range, number, one_of, setting, shares_by_name, text
 
 # Rounds and learning rates published with FedProx for each data set; a LEAF folder gets FEMNIST's.
@@ -94,7 +95,7 @@ class Experiment:
     server_learning_rate: float | Literal["default"] = setting(
         "default",
         number("default", positive=True),
-        "Factor of the server's step; the default is 0.1 for FedAdagrad, FedAdam and FedYogi, else 1",
+        f"Factor of the server's step; the default is {ADAPTIVE_RATE} for FedAdagrad, FedAdam and FedYogi, else 1",
         aliases=("server_lr", "eta"),
     )
     server_momentum: float = setting(

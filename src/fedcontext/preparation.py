@@ -201,7 +201,14 @@ def _algorithm(experiment: Experiment, given: Algorithm | AnyRule | None, smooth
 def _check_overruled(experiment: Experiment, used: Mapping[str, Any], by: str) -> None:
     """Raise an error for a setting of an algorithm that has no effect beside the object given in its place."""
     usual = Experiment(experiment.dataset)
-    for name in (*vars(sgd(1.0)), "server_learning_rate", "server_momentum", "averaging", "liars"):
+    for name in (
+        *vars(sgd(1.0)),
+        "server_learning_rate",
+        "server_momentum",
+        "averaging",
+        "gradient_averaging",
+        "liars",
+    ):
         value = getattr(experiment, name)
         if value not in (getattr(usual, name), used.get(name)):
             own = f"has {used[name]}" if name in used else "does not use it"

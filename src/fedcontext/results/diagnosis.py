@@ -15,6 +15,7 @@ from typing import Any
 
 from fedcontext.fleet import QUOTA_MET
 from fedcontext.records import RoundRecord
+from fedcontext.rules.server import ADAPTIVE_RATE
 
 ENOUGH = 10  # rounds before anything is said about the loss
 RECENT = 5  # rounds whose median is compared
@@ -213,7 +214,7 @@ def _usual_value(settings: Mapping[str, Any]) -> str:
     """Return the advice to set what is furthest from a common value to its usual one; "" if all are common."""
     name = str(settings.get("algorithm", ""))
     usual = {
-        "server_learning_rate": (0.1, "0.1") if name in ADAPTIVE else (1.0, "default"),
+        "server_learning_rate": (ADAPTIVE_RATE, f"{ADAPTIVE_RATE}") if name in ADAPTIVE else (1.0, "default"),
         "learning_rate": (LARGE_RATE, f"{USUAL_RATE}"),
     }
     if "contextual" in name or "expected" in name:
@@ -232,7 +233,7 @@ def _shorter_steps(records: Sequence[RoundRecord], settings: Mapping[str, Any]) 
         better = max([3 * smoothness, *_median_curvature(records)])
         return f"set smoothness to {_short(better)} (now {_short(smoothness)}), or ask more probes"
     if name in ADAPTIVE:
-        rate = _number("server_learning_rate", settings) or 0.1  # their default
+        rate = _number("server_learning_rate", settings) or ADAPTIVE_RATE
         return _changed("server_learning_rate", {"server_learning_rate": rate}, 0.1) + _or_memory(settings)
     return _changed("learning_rate", settings, 1 / 3) + _or_memory(settings)
 

@@ -18,6 +18,7 @@ from fedcontext.arrays.tree import Array, Structure, kind_of, leaves, rebuild
 from fedcontext.errors import FedcontextError, positive
 
 State: TypeAlias = Any  # dicts and tuples of structures like params, which a checkpoint can hold
+ADAPTIVE_RATE = 0.1  # the server learning rate that FedAdagrad, FedAdam and FedYogi have by default
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def fedavgm(lr: float = 1.0, momentum: float = 0.9) -> ServerOptimizer:
     return ServerOptimizer("fedavgm", init, update)
 
 
-def fedadagrad(lr: float = 0.1, beta1: float = 0.0, tau: float = 1e-3) -> ServerOptimizer:
+def fedadagrad(lr: float = ADAPTIVE_RATE, beta1: float = 0.0, tau: float = 1e-3) -> ServerOptimizer:
     """Return FedAdagrad: v ← v + Δ²; the rest is as in `fedadam`.
 
     >>> optimizer, params = fedadagrad(lr=0.4, tau=1.0), np.zeros(1)  # v = 1 + 3
@@ -76,7 +77,7 @@ def fedadagrad(lr: float = 0.1, beta1: float = 0.0, tau: float = 1e-3) -> Server
     return _adaptive("fedadagrad", lr, beta1, tau, lambda v, square: v + square)
 
 
-def fedadam(lr: float = 0.1, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3) -> ServerOptimizer:
+def fedadam(lr: float = ADAPTIVE_RATE, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3) -> ServerOptimizer:
     """Return FedAdam: m ← β₁ m + (1 - β₁) Δ, v ← β₂ v + (1 - β₂) Δ², step η m / (√v + τ).
 
     Reddi et al., "Adaptive Federated Optimization", ICLR 2021, Algorithm 2: m starts at 0 and v at τ², and neither is
@@ -91,13 +92,15 @@ def fedadam(lr: float = 0.1, beta1: float = 0.9, beta2: float = 0.99, tau: float
     return _adaptive("fedadam", lr, beta1, tau, lambda v, square: decay * v + (1 - decay) * square)
 
 
-def fedyogi(lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3) -> ServerOptimizer:
+def fedyogi(lr: float = ADAPTIVE_RATE, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3) -> ServerOptimizer:
     """Return FedYogi: v ← v - (1 - β₂) Δ² sign(v - Δ²); the rest is as in `fedadam`.
+
+    Flower's FedYogi has a server learning rate of 0.01.
 
     >>> optimizer, params = fedyogi(), np.zeros(2)
     >>> step, _ = optimizer.update(np.array([1.0, -0.01]), optimizer.init(params), params)
     >>> np.round(step, 4)
-    array([ 0.0099, -0.0041])
+    array([ 0.099 , -0.0414])
     """
     decay = _decay("beta2", beta2)
     return _adaptive("fedyogi", lr, beta1, tau, lambda v, square: v - (1 - decay) * square * _sign(v - square))
