@@ -178,7 +178,12 @@ def test_more_devices_than_samples_are_refused(name):
     ("features", "labels", "parts", "message"),
     [
         (np.zeros(4), np.zeros(4, int), [[0]], "features must be floats or uint8"),
-        (np.zeros((4, 2), int), np.zeros(4, int), [[0]], "features must be floats or uint8"),
+        (
+            np.zeros((4, 2), int),
+            np.zeros(4, int),
+            [[0]],
+            r"features must be floats or uint8 .* use features\.astype\(float\)",
+        ),
         (np.zeros((4, 2)), np.zeros(3, int), [[0]], "labels must have shape"),
         (np.zeros((4, 2)), np.zeros(4), [[0]], "labels must be whole numbers"),
         (np.full((4, 2), np.nan), np.zeros(4, int), [[0]], "NaN"),
@@ -189,6 +194,17 @@ def test_more_devices_than_samples_are_refused(name):
 def test_arrays_that_cannot_be_trained_on_are_refused(features, labels, parts, message):
     with pytest.raises(FedcontextError, match=message):
         datasets.federate(features, labels, [np.array(part, int) for part in parts])
+
+
+def test_a_test_sample_that_is_trained_on_is_warned_about_with_both_devices():
+    features, labels, both = np.zeros((20, 2)), np.zeros(20, int), np.arange(10)
+    with pytest.warns(UserWarning, match="device 0 tests on sample 9, and device 1 trains on it") as seen:
+        datasets.federate(features, labels, [both, both[::-1]])
+    assert seen[0].filename == __file__
+    with pytest.warns(UserWarning, match="device 1 tests on sample 9, and device 1 trains on it"):
+        datasets.federate(features, labels, [both + 10, np.append(9, both)])
+    with warnings.catch_warnings(action="error"):
+        datasets.federate(features, labels, [both, np.append(both[:5], 10)])  # a public set for training
 
 
 EVEN = {"features": np.zeros((4, 2)), "labels": np.array([0, 1, 2, 0]), "parts": [[0, 1], [2, 3]]}
@@ -211,7 +227,10 @@ EVEN = {"features": np.zeros((4, 2)), "labels": np.array([0, 1, 2, 0]), "parts":
         ({"parts": None}, "parts must list the samples of each device"),
         ({"parts": 3}, "parts must list the samples of each device"),
         ({"labels": np.array([0, 1, np.nan, 0])}, "labels must be whole numbers from 0, got float64"),
-        ({"labels": np.array(["a", "b", "c", "a"])}, "labels must be whole numbers from 0, got <U1"),
+        (
+            {"labels": np.array(["a", "b", "c", "a"])},
+            r"labels must be whole numbers from 0, got <U1; use np\.unique\(labels, return_inverse=True\)\[1\]",
+        ),
         ({"labels": np.array([0, 1, None, 0])}, "labels must be whole numbers from 0, got object"),
         ({"labels": np.array([0, 1, -2, 0])}, "labels must be whole numbers from 0, got int64 with minimum -2"),
         ({"labels": np.zeros((4, 1), int)}, r"labels must have shape \(4,\)"),

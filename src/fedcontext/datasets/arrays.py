@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedcontext.datasets.federated import BLOCK, FederatedData, gather
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import FedcontextError, warn_user
 from fedcontext.plan import IntArray
 
 
@@ -27,7 +27,7 @@ def federate(
     Features are floats of shape (n, d), or images such as (n, 28, 28) or (n, 32, 32, 3), which are flattened; uint8
     features become float32 from 0 to 1. PyTorch tensors on the CPU are accepted. A device keeps at least one training
     sample. The order inside a part decides which samples are for test, so shuffle it (the partitioners do). Devices may
-    share samples, such as a public set; a sample that one trains on and another tests on inflates the test accuracy.
+    share samples, such as a public set; one that is both trained and tested on inflates the test accuracy: a warning.
 
     >>> data = federate(np.zeros((20, 3)), np.arange(20) % 2, [np.arange(10), np.arange(10, 20)])
     >>> data.population, data.train.sizes, data.test.sizes, data.classes
@@ -44,7 +44,9 @@ def federate(
     top = max(int(targets[part].max()) for part in rows)
     if classes is not None and (not isinstance(classes, int | np.integer) or classes <= top):
         raise FedcontextError(f"classes must be a whole number above the largest label {top}, got {classes!r}")
-    train, test = (gather(flat, targets, side) for side in train_and_test(rows, test_share))
+    sides = train_and_test(rows, test_share)
+    _warn_of_leak(*sides, len(targets))
+    train, test = (gather(flat, targets, side) for side in sides)
     return FederatedData(name, train, test, int(targets.max()) + 1 if classes is None else int(classes))
 
 
@@ -67,6 +69,19 @@ def _indices(device: int, part: IntArray, count: int) -> IntArray:
             f"the samples of device {device} must be from 0 to {count - 1}, got {rows.min()} to {rows.max()}"
         )
     return rows.astype(np.int64, copy=False)
+
+
+def _warn_of_leak(train: Sequence[IntArray], test: Sequence[IntArray], count: int) -> None:
+    """Warn of the first of ``count`` samples that one device tests on and one, the same or another, trains on."""
+    trainer, devices = np.full(count, -1), np.arange(len(train))
+    trainer[np.concatenate(train)] = np.repeat(devices, [len(part) for part in train])
+    tested, tester = np.concatenate(test), np.repeat(devices, [len(part) for part in test])
+    if len(leaks := np.flatnonzero(trainer[tested] >= 0)):
+        sample = tested[leaks[0]]
+        warn_user(
+            f"{len(leaks)} test samples are training samples too, which inflates the test accuracy: device {tester[leaks[0]]} "
+            f"tests on sample {sample}, and device {trainer[sample]} trains on it; give each sample to one device"
+        )
 
 
 def train_and_test(parts: Sequence[IntArray], test_share: float = 0.1) -> tuple[list[IntArray], list[IntArray]]:
@@ -95,11 +110,12 @@ def check_arrays(features: npt.NDArray[Any], labels: npt.NDArray[Any]) -> None:
     >>> check_arrays(np.zeros((2, 3)), np.array([0, -1]))
     Traceback (most recent call last):
     ...
-    fedcontext.errors.FedcontextError: labels must be whole numbers from 0, got int64 with minimum -1
+    fedcontext.errors.FedcontextError: labels must be whole numbers from 0, got int64 with minimum -1; use np.unique(labels, return_inverse=True)[1]
     """
-    is_float = np.issubdtype(features.dtype, np.floating)
-    if features.ndim != 2 or not (is_float or features.dtype == np.uint8):
-        got = f"{features.dtype} {features.shape}"
+    is_float, is_byte = np.issubdtype(features.dtype, np.floating), features.dtype == np.uint8
+    if features.ndim != 2 or not (is_float or is_byte):
+        advice = "; use features.astype(float)" if features.dtype.kind in "biu" and not is_byte else ""
+        got = f"{features.dtype} {features.shape}{advice}"
         raise FedcontextError(
             f"features must be floats or uint8 of shape (n, d) or images (n, height, width), got {got}"
         )
@@ -110,7 +126,9 @@ def check_arrays(features: npt.NDArray[Any], labels: npt.NDArray[Any]) -> None:
     is_whole = np.issubdtype(labels.dtype, np.integer)
     if not is_whole or labels.min() < 0:
         got = f"{labels.dtype} with minimum {labels.min()}" if is_whole else str(labels.dtype)
-        raise FedcontextError(f"labels must be whole numbers from 0, got {got}")
+        raise FedcontextError(
+            f"labels must be whole numbers from 0, got {got}; use np.unique(labels, return_inverse=True)[1]"
+        )
     blocks = range(0, len(features) if is_float else 0, BLOCK)
     if not all(np.isfinite(features[start : start + BLOCK]).all() for start in blocks):
         raise FedcontextError("features have NaN or infinite entries")
