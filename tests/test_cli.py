@@ -343,7 +343,7 @@ BAD = {
     "missing LEAF folder": (["run", "--dataset", "leaf:nowhere"], "no LEAF .json file found"),
     "negative rounds": (["run", "--rounds", "-1"], "rounds must be an integer of at least 1, got '-1'"),
     "word for a number": (["run", "--rounds", "many"], "rounds must be an integer of at least 1, got 'many'"),
-    "too many devices": (["run", "--devices-per-round", "31"], "devices per round must be between 1 and 30"),
+    "too many devices": (["run", "--devices-per-round", "31"], "devices_per_round must be between 1 and 30"),
     "defences": (["run", "--defences", "some"], "defences must be none, or fc.Defences(...) in Python, got 'some'"),
     "k2 word": (
         ["run", "--k2", "some"],

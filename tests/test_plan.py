@@ -71,8 +71,8 @@ def test_every_epoch_sees_every_sample_once(samples, epochs, size):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"devices_per_round": 0}, "devices per round must be between 1 and 30"),
-        ({"devices_per_round": 31}, "devices per round must be between 1 and 30"),
+        ({"devices_per_round": 0}, "devices_per_round must be between 1 and 30"),
+        ({"devices_per_round": 31}, "devices_per_round must be between 1 and 30"),
         ({"epochs": (0, 5)}, "epochs must be a range"),
         ({"epochs": (5, 2)}, "epochs must be a range"),
         ({"probes": 0}, "probes must be 'cohort', 'all' or a number of at least 1, got 0"),

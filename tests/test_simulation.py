@@ -350,7 +350,7 @@ def test_impossible_experiments_are_refused_at_once(settings):
         ({"fleet": "fast"}, "fleet must be even or edge"),
         ({"engine": "warp"}, "engine must be one of"),
         ({"mu": -1.0, "algorithm": "fedprox"}, "mu must be a number of at least 0"),
-        ({"devices_per_round": 13}, "devices per round must be between 1 and 12"),
+        ({"devices_per_round": 13}, "devices_per_round must be between 1 and 12"),
     ],
 )
 def test_impossible_settings_are_refused_before_the_first_round(small_data, settings, message):
@@ -364,6 +364,13 @@ def test_data_must_be_data_and_has_its_own_name(small_data):
     with pytest.raises(FedcontextError, match="give data or a dataset, not both: data is 'small', got 'mnist'"):
         fc.train(data=small_data, dataset="mnist")
     assert fc.train(data=small_data, dataset="small", **{**SMALL, "rounds": 1}).records
+
+
+def test_of_fewer_devices_than_train_by_default_all_do_and_more_are_refused_by_the_settings_name():
+    data = fc.federate(np.eye(20), np.arange(20) % 2, [np.arange(10), np.arange(10, 20)])
+    assert sorted(fc.train(data=data, rounds=1).records[0].devices) == [0, 1]
+    with pytest.raises(FedcontextError, match=r"^devices_per_round must be between 1 and 2 \(all devices\), got 10"):
+        fc.train(data=data, devices_per_round=10)
 
 
 def test_an_interrupted_repetition_leaves_the_complete_record(tmp_path):

@@ -160,7 +160,7 @@ def _check(
     population: int, devices: int, epochs: tuple[int, int], probes: Probes | None, pool: int, over_select: float
 ) -> None:
     if not 1 <= devices <= population:
-        raise FedcontextError(f"devices per round must be between 1 and {population} (all devices), got {devices}")
+        raise FedcontextError(f"devices_per_round must be between 1 and {population} (all devices), got {devices}")
     if not 1 <= epochs[0] <= epochs[1]:
         raise FedcontextError(f"epochs must be a range like 1..20 with 1 <= low <= high, got {epochs[0]}..{epochs[1]}")
     known = probes in (None, "cohort", "all")

@@ -226,7 +226,8 @@ def simulate(
 ) -> Iterator[tuple[State, RoundRecord]]:
     """Yield the state and the record of every round of an `Experiment`, or of the one that ``settings`` describe.
 
-    ``algorithm``, ``engine`` and ``model`` are names of settings, or objects as in `prepare`. To continue after a state, use
+    ``algorithm``, ``engine`` and ``model`` are names of settings, or objects as in `prepare`. Unless set, at most all devices of
+    ``data`` train in a round. To continue after a state, use
     `Simulation.run` of what `prepare` returns.
 
     >>> import fedcontext as fc
@@ -241,6 +242,8 @@ def simulate(
         raise FedcontextError("give an Experiment or settings, not both")
     if data is not None and settings.setdefault("dataset", data.name) != data.name:
         raise FedcontextError(f"give data or a dataset, not both: data is {data.name!r}, got {settings['dataset']!r}")
+    if experiment is None and data is not None:
+        settings.setdefault("devices_per_round", min(Experiment.devices_per_round, data.population))
     if model is not None and not isinstance(model, str):
         name = checked("engine", settings.get("engine", "auto"))
         if name not in ("auto", "torch"):
