@@ -223,9 +223,15 @@ def test_smoothness_must_be_a_positive_number(rule, beta):
         rule(beta)
 
 
-def test_unknown_needs_are_named():
+def test_an_unknown_word_for_the_smoothness_is_answered_with_the_known_one():
+    with pytest.raises(FedcontextError, match="smoothness must be a positive number or implied, got 'foo'"):
+        fc.contextual("foo")
+
+
+@pytest.mark.parametrize("kind", [Rule, fc.SumRule, fc.CoordinateRule])
+def test_unknown_needs_are_named(kind):
     with pytest.raises(FedcontextError, match=r"needs must be among 'gradient', .*, got \['gradients'\]"):
-        Rule("mine", lambda geometry, state: (geometry.samples, state), frozenset({"gradients"}))
+        kind("mine", lambda *given: given, needs=frozenset({"gradients"}))
 
 
 def test_the_state_of_a_rule_can_be_made_from_the_params():

@@ -486,6 +486,11 @@ def test_a_device_whose_gradients_no_code_can_hold_is_excluded_by_name(small_dat
         assert np.isfinite(record.loss)
 
 
+def test_a_number_in_place_of_a_state_is_refused(small_data):
+    with pytest.raises(FedcontextError, match="state must be that of a round, or None, got 3; the number of rounds is"):
+        next(fc.prepare(fc.Experiment("small", **SMALL), data=small_data).run(3))
+
+
 def test_a_truncated_last_line_is_skipped_and_other_files_are_refused(small_data, tmp_path):
     experiment = fc.Experiment(**SMALL)
     path = tmp_path / "run.jsonl"

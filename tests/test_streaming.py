@@ -64,6 +64,14 @@ def test_arrays_of_other_libraries_can_be_streamed(library):
     assert result.params["w"].tolist() == [1, 1, 1]
 
 
+def test_edges_of_other_codes_or_models_are_not_added():
+    edge = fc.StreamedRound(np.zeros(2), distortions=(0.1, 0.2))
+    with pytest.raises(fc.FedcontextError, match=r"same distortions, got \(0\.1, 0\.2\) and \(0\.0, 0\.0\)"):
+        edge + fc.StreamedRound(np.zeros(2))
+    with pytest.raises(fc.FedcontextError, match="same size, got 2 and 3"):
+        edge + fc.StreamedRound(np.zeros(3), distortions=(0.1, 0.2))
+
+
 @given(st.integers(0, 10_000))
 def test_edges_that_are_added_in_the_same_order_give_the_same_bits(seed):
     """Replies arrive at the edges in any interleaving; each edge has its own order."""

@@ -15,6 +15,7 @@ from fedcontext.coding import Coding
 from fedcontext.datasets import FederatedData
 from fedcontext.devices import Devices
 from fedcontext.engines.base import Engine, Work
+from fedcontext.errors import FedcontextError, shown
 from fedcontext.experiment import Experiment
 from fedcontext.faults.disturbance import Disturbance, Request
 from fedcontext.faults.reply import device_of
@@ -85,6 +86,10 @@ class Simulation:
         >>> [record for _, record in simulation.run(state)] == [record for _, record in rest]
         True
         """
+        if not isinstance(state, State | None):
+            raise FedcontextError(
+                f"state must be that of a round, or None, got {shown(state)}; the number of rounds is in the settings"
+            )
         state = self.start() if state is None else state
         while state.number < self.experiment.rounds:
             state, record = self.step(state)

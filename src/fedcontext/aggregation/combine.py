@@ -55,8 +55,10 @@ def _checked_sum(name: str, leaf: Array, rows: Sequence[Array], weights: FloatAr
             return result
     except OverflowError:  # of integers
         pass
-    advice = "; increase the smoothness" if kind_of(leaf) == "floating" else ""
-    raise FedcontextError(f"the step overflows {leaf.dtype} in {leaf_name(name)}{advice}")
+    advice = "; lower the learning rate of the devices, or increase the smoothness of a rule that has one"
+    raise FedcontextError(
+        f"the step overflows {leaf.dtype} in {leaf_name(name)}{advice if kind_of(leaf) == 'floating' else ''}"
+    )
 
 
 def _written(values: Array, target: Array | None) -> Array:

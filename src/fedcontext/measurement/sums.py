@@ -60,8 +60,9 @@ class Sums:
 
     def __add__(self, other: Sums) -> Sums:
         """Return the sums over both sets of devices."""
-        if self.size != other.size:
-            raise FedcontextError(f"sums must be of models of the same size, got {self.size} and {other.size}")
+        for what in ("size", "distortions"):
+            if (own := getattr(self, what)) != (others := getattr(other, what)):
+                raise FedcontextError(f"sums that are added must have the same {what}, got {own} and {others}")
         total = Sums(self.size, self.devices + other.devices, self.probes + other.probes, distortions=self.distortions)
         for name in (
             "update",

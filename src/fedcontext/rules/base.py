@@ -85,6 +85,9 @@ class CoordinateRule:
     init: Callable[[Structure], State] = _no_state
     smoothness: None = None
 
+    def __post_init__(self) -> None:
+        _check_needs(self.name, self.needs)
+
 
 AnyRule: TypeAlias = Rule | SumRule | CoordinateRule
 

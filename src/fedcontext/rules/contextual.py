@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from fedcontext.arrays.tree import FloatArray
-from fedcontext.errors import FedcontextError, positive
+from fedcontext.errors import FedcontextError, positive, unknown_value_error
 from fedcontext.measurement.geometry import Geometry, shares
 from fedcontext.rules.base import Rule, stateless
 
@@ -40,7 +40,9 @@ def contextual(smoothness: float | Literal["implied"]) -> Rule:
     >>> weights
     array([2.])
     """
-    if smoothness == "implied":
+    if isinstance(smoothness, str):
+        if smoothness not in (words := ["implied"]):
+            raise unknown_value_error("smoothness", smoothness, words, accepted="a positive number or implied")
         return stateless("contextual (implied smoothness)", _implied_weights, ("own gradients",))
     beta = positive("smoothness", smoothness)
     return stateless("contextual", lambda g: -solve(g.gram, g.slope) / beta, ("gradient",), beta, scale_free=True)
