@@ -15,7 +15,6 @@ from fedcontext.errors import FedcontextError
 from fedcontext.measurement.geometry import Report
 from fedcontext.rules.base import State as RuleState
 from fedcontext.rules.server import State as ServerState
-from fedcontext.rules.server import except_buffers
 from fedcontext.variates import VariateState, next_state
 
 
@@ -56,7 +55,7 @@ def server_step(
         moved = {name: algorithm.variates.step(leaf, center[name]) for name, leaf in trained.items()}
         step = rebuild(step, {**leaves(step), **moved})
     if algorithm.server:
-        step, server = except_buffers(algorithm.server, buffers).update(step, server, state.params)
+        step, server = algorithm.server.update(step, server, state.params)
     params = add_server_step(state.params, step, result, buffers)
     return replace(state, params=params, server=server, variates=variates)
 

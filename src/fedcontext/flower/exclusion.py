@@ -20,7 +20,7 @@ from fedcontext.measurement.defences import Defences, NoneUsable
 from fedcontext.measurement.geometry import Report
 from fedcontext.records import RoundRecord, round_record
 from fedcontext.rules.base import AnyRule, Rule, State
-from fedcontext.rules.server import ServerOptimizer, except_buffers
+from fedcontext.rules.server import ServerOptimizer
 from fedcontext.state import add_server_step
 
 LISTED = 3  # devices that a line names; node ids have 19 digits
@@ -148,8 +148,7 @@ def _aggregate(
     _check_enough(len(aggregation.applied), settings)
     server = None
     if aggregator.server:
-        optimizer = except_buffers(aggregator.server, buffers)
-        aggregation, server = _server_step(params, aggregation, optimizer, carried.server, buffers)
+        aggregation, server = _server_step(params, aggregation, aggregator.server, carried.server, buffers)
     previous = params if "differences" in rule.needs else None
     return aggregation, Carried(aggregation.state, previous, server)
 

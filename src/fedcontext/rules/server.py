@@ -8,7 +8,7 @@ NumPy, PyTorch or JAX arrays, handled leaf by leaf; leaves that do not hold floa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -123,21 +123,6 @@ def chain(*optimizers: ServerOptimizer) -> ServerOptimizer:
 
     name = ", ".join(optimizer.name for optimizer in optimizers)
     return ServerOptimizer(name, lambda params: tuple(o.init(params) for o in optimizers), update)
-
-
-def except_buffers(optimizer: ServerOptimizer, buffers: Collection[str]) -> ServerOptimizer:
-    """Return the optimiser without effect on the named leaves, such as BatchNorm's statistics.
-
-    >>> kept = except_buffers(server_sgd(lr=0.5), ["mean"])
-    >>> kept.update({"w": np.ones(1), "mean": np.ones(1)}, {}, None)[0]
-    {'w': array([0.5]), 'mean': array([1.])}
-    """
-
-    def update(step: Structure, state: State, params: Structure) -> tuple[Structure, State]:
-        changed, state = optimizer.update(step, state, params)
-        return rebuild(step, leaves(changed) | {k: v for k, v in leaves(step).items() if k in buffers}), state
-
-    return ServerOptimizer(optimizer.name, optimizer.init, update)
 
 
 def _adaptive(
