@@ -417,7 +417,7 @@ BAD = {
     "picture in a file": (["compare", "--figure", "odd.toml/curves.png"], "figure cannot be written"),
     "experiment": (["reproduce", "everything"], "experiment must be one of"),
     "no data": (["run", "--dataset", "mnist"], "fedcontext data fetch mnist"),
-    "unknown fetch": (["data", "fetch", "cifar"], "only for mnist, femnist"),
+    "unknown fetch": (["data", "fetch", "cifar"], "data set with a file must be one of mnist, femnist"),
     "entrant": (["leaderboard", "--entrants", "memry"], "entrant 'memry' is unknown, did you mean memory?"),
     "task": (
         ["stress", "--tasks", "mnst"],

@@ -45,6 +45,9 @@ class Algorithm:
     oracle: bool = False  # the step minimises the loss of all devices over the rule's directions: simulations only
 
 
+Recipe: TypeAlias = Callable[[Hyperparameters], Algorithm]
+
+
 def fedavg(h: Hyperparameters) -> Algorithm:
     """Return FedAvg: local SGD, averaged."""
     if h.averaging not in ("mean", "samples"):
@@ -99,9 +102,6 @@ def memory_version(algorithm: Algorithm) -> Algorithm:
     'fedavg-memory'
     """
     return replace(algorithm, name=f"{algorithm.name}-memory", rule=contextual_memory(), oracle=False)
-
-
-Recipe: TypeAlias = Callable[[Hyperparameters], Algorithm]
 
 
 def _with_rule(name: str, rule: Callable[[Hyperparameters], AnyRule], base: Recipe = fedavg) -> Recipe:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from fedcontext.errors import FedcontextError
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
+Probes: TypeAlias = int | Literal["cohort", "all"]  # the paper's K2: a number, 0 ("cohort") or N ("all")
 
 
 class Stream(IntEnum):
@@ -65,9 +66,6 @@ def words(*keys: int) -> list[int]:
         while key := key >> 32:  # almost never
             cut.append(key & 0xFFFFFFFF)
     return cut
-
-
-Probes: TypeAlias = int | Literal["cohort", "all"]  # the paper's K2: a number, 0 ("cohort") or N ("all")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from fedcontext.arrays.tree import Array, Leaves
+from fedcontext.arrays.tree import Array, Leaves, zeros_like
 from fedcontext.errors import positive
 
 VariateState: TypeAlias = dict[str, Any]  # "server": Leaves, "devices": dict of Leaves by device
@@ -75,7 +75,7 @@ def initial_state(like: Leaves) -> VariateState:
     >>> initial_state({"w": 1.0})
     {'server': {'w': 0.0}, 'devices': {}}
     """
-    return {"server": {name: leaf * 0 for name, leaf in like.items()}, "devices": {}}
+    return {"server": zeros_like(like), "devices": {}}
 
 
 def corrections(variates: ControlVariates, state: VariateState, devices: Sequence[int]) -> list[Leaves]:
@@ -105,7 +105,7 @@ def next_state(
     {'server': {'w': -0.5}, 'devices': {3: {'w': -2.0}}}
     """
     server, devices = state["server"], dict(state["devices"])
-    total = {name: leaf * 0 for name, leaf in server.items()}
+    total = zeros_like(server)
     for (device, update), count in zip(updates.items(), steps, strict=True):
         own = _own(state, device)
         devices[device] = {name: variates.own(server[name], own[name], update[name], int(count)) for name in server}
@@ -114,6 +114,5 @@ def next_state(
 
 
 def _own(state: VariateState, device: int) -> Leaves:
-    zero = {name: leaf * 0 for name, leaf in state["server"].items()}
-    own: Leaves = state["devices"].get(device, zero)
+    own: Leaves = state["devices"].get(device) or zeros_like(state["server"])
     return own

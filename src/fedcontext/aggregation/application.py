@@ -10,11 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from fedcontext.aggregation.combine import Rows, add_weighted, step_of_integers, zeros_like
+from fedcontext.aggregation.combine import Rows, add_weighted, step_of_integers
 from fedcontext.aggregation.decision import combination_of, step_of, weights_of
 from fedcontext.aggregation.result import Aggregation, Motion, motion_of_sums, motion_of_weights
 from fedcontext.aggregation.validation import raise_not_finite
-from fedcontext.arrays.tree import BoolArray, FloatArray, Leaves, Structure, largest_number, rebuild, size_of
+from fedcontext.arrays.tree import (
+    BoolArray,
+    FloatArray,
+    Leaves,
+    Structure,
+    largest_number,
+    rebuild,
+    size_of,
+    zeros_like,
+)
 from fedcontext.errors import FedcontextError
 from fedcontext.measurement.combination import combined_probes
 from fedcontext.measurement.defences import OFF, Defences, lower_median

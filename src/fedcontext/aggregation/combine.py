@@ -7,7 +7,17 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fedcontext.arrays.tree import SCRATCH, Array, FloatArray, Leaves, all_finite, framework, kind_of, leaf_name
+from fedcontext.arrays.tree import (
+    SCRATCH,
+    Array,
+    FloatArray,
+    Leaves,
+    all_finite,
+    framework,
+    kind_of,
+    leaf_name,
+    zeros_like,
+)
 from fedcontext.errors import FedcontextError
 
 Rows: TypeAlias = Mapping[str, Sequence[Array]]  # by leaf: the arrays of several devices
@@ -66,11 +76,6 @@ def _written(values: Array, target: Array | None) -> Array:
         return values
     (target.detach() if hasattr(target, "detach") else target)[...] = values
     return target
-
-
-def zeros_like(base: Leaves) -> Leaves:
-    """Return leaves of zeros."""
-    return {name: leaf * 0 for name, leaf in base.items()}
 
 
 def step_of_integers(new: Leaves, base: Leaves, scratch: int) -> Leaves:

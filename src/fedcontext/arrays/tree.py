@@ -27,7 +27,7 @@ SCRATCH = 16 * 2**20  # bytes of a float64 block; at most four of them are in me
 LARGEST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.40e38, "float64": 1.79e308}
 
 
-def leaves(structure: Structure, name: str = "") -> Leaves:
+def leaves(structure: Structure) -> Leaves:
     """Return the arrays of ``structure`` by name, in order; nested names are joined with '/'.
 
     >>> leaves({"weight": np.zeros((2, 2)), "bias": np.zeros(2)}).keys()
@@ -36,7 +36,7 @@ def leaves(structure: Structure, name: str = "") -> Leaves:
     dict_keys(['0', '1/a'])
     """
     collected: Leaves = {}
-    _collect(structure, name, collected)
+    _collect(structure, "", collected)
     return collected
 
 
@@ -243,6 +243,15 @@ def is_finite(structure: Structure) -> bool:
     (True, False)
     """
     return all(all_finite(leaf) for leaf in leaves(structure).values() if kind_of(leaf) == "floating")
+
+
+def zeros_like(named: Leaves) -> Leaves:
+    """Return leaves of zeros.
+
+    >>> zeros_like({"w": np.ones(2)})
+    {'w': array([0., 0.])}
+    """
+    return {name: leaf * 0 for name, leaf in named.items()}
 
 
 def trained_leaves(structure: Structure, buffers: Collection[str]) -> Leaves:

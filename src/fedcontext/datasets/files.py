@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedcontext.arrays.memmap import MALFORMED
-from fedcontext.errors import FedcontextError, shortened, shown
+from fedcontext.errors import FedcontextError, by_name, shortened, shown
 
 Header: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]  # what an array claims to be
 
@@ -94,9 +94,7 @@ def source(name: str) -> Source:
     >>> source("mnist").download
     'mnist.npz'
     """
-    if name not in SOURCES:
-        raise FedcontextError(f"data files exist only for {', '.join(SOURCES)}, got {name[:80]!r}")
-    return SOURCES[name]
+    return by_name("data set with a file", name, SOURCES)
 
 
 def fetch(name: str, progress: Callable[[int, int], None] = lambda done, total: None) -> Path:

@@ -91,11 +91,7 @@ def _sends(update: Callable[[FloatArray, Adversary], FloatArray]) -> Callable[[R
 
 
 def _gradients_times(factor: float) -> Callable[[Reply, Adversary], Reply]:
-    def attack(reply: Reply, adversary: Adversary) -> Reply:
-        parts = {name: getattr(reply, name) for name in ("gradient", "difference")}
-        return replace(reply, **{name: factor * part for name, part in parts.items() if part is not None})
-
-    return attack
+    return lambda reply, adversary: reply.scaled(factor, ("gradient", "difference"))
 
 
 def _noise(reply: Reply, adversary: Adversary) -> Reply:

@@ -123,8 +123,8 @@ def with_faults(
 
     arrived = _replaced(replies, suffers("stale"), "update", trained_before)
     arrived = _replaced(arrived, suffers("old-gradient"), "gradient", gradients_before)
-    arrived = [_scaled(reply, SCALE) if suffers("scale")(reply) else reply for reply in arrived]
-    arrived = [_scaled(reply, np.nan) if suffers("nan")(reply) else reply for reply in arrived]
+    arrived = [reply.scaled(SCALE) if suffers("scale")(reply) else reply for reply in arrived]
+    arrived = [reply.scaled(np.nan) if suffers("nan")(reply) else reply for reply in arrived]
     arrived = [replace(r, gradient=None, difference=None) if suffers("lost-gradient")(r) else r for r in arrived]
     arrived += [replace(reply, copy="again") for reply in arrived if suffers("duplicate")(reply)]
     excluded = {reply.device: "reply lost" for reply in arrived if suffers("lost-reply")(reply)}
@@ -148,8 +148,3 @@ def _replaced(replies: Sequence[Reply], affected: Callable[[Reply], bool], field
         return replace(reply, gradient=new[reply.device], difference=still)
 
     return [one(reply) for reply in replies]
-
-
-def _scaled(reply: Reply, factor: float) -> Reply:
-    parts = ("update", "gradient", "difference")
-    return replace(reply, **{p: factor * v for p in parts if (v := getattr(reply, p)) is not None})

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedcontext.arrays.tree import FloatArray, Structure, leaves, rebuild
+from fedcontext.arrays.tree import FloatArray, Structure, leaves, rebuild, zeros_like
 from fedcontext.measurement.geometry import Report, shares
 from fedcontext.measurement.sums import flat, unflat
 from fedcontext.rules.base import Need
@@ -32,6 +32,10 @@ class Reply:
     def name(self) -> int | str:
         """The device, or its number and which copy this is."""
         return f"{self.device} {self.copy}" if self.copy else self.device
+
+    def scaled(self, factor: float, parts: Sequence[str] = ("update", "gradient", "difference")) -> Reply:
+        """Return the reply with those of its vectors that it has multiplied with ``factor``."""
+        return replace(self, **{part: factor * vector for part in parts if (vector := getattr(self, part)) is not None})
 
 
 def device_of(name: object) -> int:
@@ -91,7 +95,7 @@ def report_of(
     Updates without the device's own gradient are left out where the rule ``needs`` it.
     """
     base, updates, pool = leaves(params), _mapping(like.updates), _mapping(like.pool or {})
-    zeros = {name: leaf * 0 for name, leaf in base.items()}
+    zeros = zeros_like(base)
 
     def structure(vector: FloatArray | None, before: Structure | None = None) -> Structure:
         assert vector is not None
