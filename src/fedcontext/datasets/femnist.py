@@ -26,7 +26,7 @@ def femnist() -> FederatedData:
     70 % of its images are digits. Say so beside results on it.
     """
     path = find("femnist")
-    return prepared("femnist", path, (784, CLASSES), lambda: _build(path))
+    return prepared("femnist", path, CLASSES, lambda: _build(path))
 
 
 def _build(path: Path) -> FederatedData:

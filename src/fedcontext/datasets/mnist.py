@@ -34,7 +34,7 @@ def mnist(seed: int = 0) -> FederatedData:
         train, test = (gather(pixels, labels, side, scale) for side in train_and_test(parts))
         return FederatedData("mnist", train, test, classes=10)
 
-    return prepared("mnist", path, (784, 10), build, seed)
+    return prepared("mnist", path, 10, build, seed)
 
 
 def two_digits_per_device(labels: IntArray, random: np.random.Generator) -> list[IntArray]:
