@@ -388,6 +388,18 @@ def test_an_interrupted_repetition_leaves_the_complete_record(tmp_path):
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".jsonl", ".toml"]
 
 
+def test_an_own_rule_with_a_name_has_records_of_its_own_and_resumes(tmp_path, monkeypatch):
+    pytest.importorskip("safetensors")
+    own = fc.stateless("halves", lambda geometry: np.full(len(geometry.samples), 0.5 / len(geometry.samples)))
+    recipe = lambda h: dataclasses.replace(fedavg(h), name="halves", rule=own)  # noqa: E731
+    monkeypatch.setitem(ALGORITHMS, "halves", recipe)
+    experiment = fc.Experiment("synthetic-iid", "halves", rounds=3)
+    run(dataclasses.replace(experiment, rounds=2), tmp_path, resume=True)
+    continued = run(experiment, tmp_path, resume=True)
+    assert continued == fc.train(dataset="synthetic-iid", algorithm=own, rounds=3).records
+    assert fc.read_run(tmp_path / f"{experiment.name}.jsonl")[0]["settings"]["algorithm"] == "halves"
+
+
 def test_a_run_that_fails_leaves_the_rounds_that_were_done_and_no_file_without_any(tmp_path, monkeypatch):
     experiment = fc.Experiment(algorithm="fedavg", engine="reference", **SMALL)
     path, real = tmp_path / f"{experiment.name}.jsonl", fc.Simulation.step
