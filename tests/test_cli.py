@@ -166,10 +166,13 @@ def test_a_file_overrides_a_preset_and_options_override_both(tmp_path):
 @pytest.mark.parametrize("algorithm", fc.ALGORITHMS)
 def test_a_setting_is_refused_exactly_where_it_has_no_effect(algorithm):
     usual = {"dataset": "synthetic-iid", "rounds": 3, "epochs": 2, "probes": 5, "pool": 3, "engine": "reference"}
-    losses = lambda **changed: [each.loss for each in fc.train(**{**usual, **changed}, algorithm=algorithm).records]  # noqa: E731
     others = {"mu": 2.0, "smoothness": 3.0, "server_momentum": 0.3, "liars": 0.1, "probes": 10, "pool": 5}
-    without_effect = {name for name, value in others.items() if losses(**{name: value}) == losses()}
-    assert unused_settings(algorithm) == without_effect
+
+    def losses(**changed):
+        return [each.loss for each in fc.train(**{**usual, **changed}, algorithm=algorithm).records]
+
+    as_usual = losses()
+    assert unused_settings(algorithm) == {name for name, value in others.items() if losses(**{name: value}) == as_usual}
 
 
 def test_a_preset_leaves_the_algorithms_of_a_comparison(tmp_path):

@@ -90,8 +90,7 @@ def test_the_devices_of_a_worker_lost_in_training_are_run_again(two, data):
     params, work, before = two.initial_params(), work_of(range(12), 3), pids_of(two)
     two.workers[1].__ray_call__.remote(lambda _: os.kill(os.getpid(), signal.SIGKILL))  # the training is queued behind
     assert same(two.train(params, work), engine_named("numba", data).train(params, work))
-    assert pids_of(two)[0] == before[0]
-    assert pids_of(two)[1] != before[1]
+    assert before[1] not in pids_of(two)
 
 
 def test_a_worker_lost_at_every_attempt_is_an_error(cluster):
