@@ -17,6 +17,7 @@ from fedcontext.rules.base import Rule, stateless
 
 RESOLUTION = 1e-9  # eigenvalues of a normalised Gram matrix far below this share of the largest count as zero
 SHARPNESS = 8  # of the transition there
+CANCELLED = 1e-6  # a mean update of a smaller share of the updates' mean length is rounding error
 
 
 def bound(geometry: Geometry, weights: FloatArray, smoothness: float) -> float:
@@ -34,7 +35,7 @@ def contextual(smoothness: float | Literal["implied"]) -> Rule:
 
     The step is -(1/β) times the projection of g onto the span of the updates: unique even where the weights are not.
     ``smoothness="implied"`` takes the β at which FedAvg's own step d is the minimiser along d, β = -<g, d>/‖d‖², from the
-    cohort's own gradients: no measurement and no learning rate. Where <g, d> >= 0 the step is d. For convex losses.
+    cohort's own gradients: no measurement and no learning rate. Where <g, d> >= 0, or where the updates cancel, the step is d. For convex losses.
 
     >>> weights, _ = contextual(smoothness=2).weigh(Geometry(np.eye(1), np.ones(1), slopes=np.array([[-4.0]])), None)
     >>> weights
@@ -51,7 +52,9 @@ def contextual(smoothness: float | Literal["implied"]) -> Rule:
 def _implied_weights(geometry: Geometry) -> FloatArray:
     mean = shares(None, len(geometry.samples))
     slope, square = float(geometry.slope @ mean), float(mean @ geometry.gram @ mean)
-    return solve(geometry.gram, geometry.slope) * square / slope if slope < 0 else mean
+    length = float(np.sqrt(np.diag(geometry.gram)) @ mean)
+    cancels = square <= (CANCELLED * length) ** 2  # then slope and square are rounding errors
+    return solve(geometry.gram, geometry.slope) * square / slope if slope < 0 and not cancels else mean
 
 
 def expected_contextual(smoothness: float, form: Literal["exact", "printed"] = "exact") -> Rule:
