@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from fedcontext.arrays.numpy import NUMPY
-from fedcontext.arrays.tree import Array, FloatArray, Framework
+from fedcontext.arrays.tree import Array, FloatArray, Framework, dtype_name, flat_on_host, split_like
 
 
 class _JAX:
@@ -34,6 +34,13 @@ class _JAX:
 
     def from_numpy(self, values: Array, dtype: str, like: Array) -> Array:
         return jax.device_put(values.astype(jax.numpy.dtype(dtype)), like.sharding)
+
+    def flat(self, arrays: Sequence[Array]) -> FloatArray:
+        return flat_on_host(arrays)
+
+    def unflat(self, vector: FloatArray, like: Sequence[Array]) -> list[Array]:
+        pieces = zip(split_like(vector, like), like, strict=True)
+        return [self.from_numpy(piece, dtype_name(array), array) for piece, array in pieces]
 
 
 def _to_host(arrays: Sequence[Array]) -> list[Array]:

@@ -9,7 +9,17 @@ from types import ModuleType
 
 import numpy as np
 
-from fedcontext.arrays.tree import Array, FloatArray, Framework, blocks, check_integers, kind_of
+from fedcontext.arrays.tree import (
+    Array,
+    FloatArray,
+    Framework,
+    blocks,
+    check_integers,
+    dtype_name,
+    flat_on_host,
+    kind_of,
+    split_like,
+)
 
 COMPILED_FROM = 2**20  # entries of all arrays together from which the compiled sums pay for being loaded
 
@@ -60,6 +70,13 @@ class _NumPy:
 
     def from_numpy(self, values: Array, dtype: str, like: Array) -> Array:
         return values.astype(dtype)
+
+    def flat(self, arrays: Sequence[Array]) -> FloatArray:
+        return flat_on_host(arrays)
+
+    def unflat(self, vector: FloatArray, like: Sequence[Array]) -> list[Array]:
+        pieces = zip(split_like(vector, like), like, strict=True)
+        return [self.from_numpy(piece, dtype_name(array), array) for piece, array in pieces]
 
 
 def _compiled_sums(arrays: Sequence[Array]) -> ModuleType | None:

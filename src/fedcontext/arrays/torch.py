@@ -8,7 +8,16 @@ import numpy as np
 import torch
 
 from fedcontext.arrays.numpy import NUMPY
-from fedcontext.arrays.tree import Array, FloatArray, Framework, blocks, check_integers, kind_of
+from fedcontext.arrays.tree import (
+    Array,
+    FloatArray,
+    Framework,
+    blocks,
+    check_integers,
+    flat_on_host,
+    kind_of,
+    split_like,
+)
 
 GPU_SCRATCH = 16  # times the scratch memory on a GPU, where each block costs kernel launches
 
@@ -51,6 +60,17 @@ class _Torch:
 
     def from_numpy(self, values: Array, dtype: str, like: Array) -> Array:
         return torch.tensor(values, dtype=getattr(torch, dtype), device=like.device)
+
+    def flat(self, arrays: Sequence[Array]) -> FloatArray:
+        if arrays[0].device.type == "cpu":
+            return flat_on_host(arrays)
+        joined = torch.cat([array.detach().reshape(-1) for array in arrays])  # one transfer in place of one for each
+        return np.asarray(joined.cpu().double().numpy())
+
+    def unflat(self, vector: FloatArray, like: Sequence[Array]) -> list[Array]:
+        dtype = like[0].dtype if all(array.dtype == like[0].dtype for array in like) else torch.float64
+        pieces = zip(split_like(torch.tensor(vector, dtype=dtype, device=like[0].device), like), like, strict=True)
+        return [piece.to(array.dtype) for piece, array in pieces]
 
 
 def _float64_blocks(tensors: Sequence[Array], scratch: int) -> Iterator[tuple[int, int, Array]]:

@@ -117,6 +117,14 @@ class Framework(Protocol):
         """Return a copy of NumPy's values as this library's array, with the dtype of this name, on the device of ``like``."""
         ...
 
+    def flat(self, arrays: Sequence[Array]) -> FloatArray:
+        """Return the entries of all arrays as one float64 NumPy vector."""
+        ...
+
+    def unflat(self, vector: FloatArray, like: Sequence[Array]) -> list[Array]:
+        """Return the entries of a vector as arrays of the shapes, dtypes and devices of those in ``like``: undoes `flat`."""
+        ...
+
 
 @cache
 def _framework_of_module(module: str) -> Framework | None:
@@ -216,6 +224,27 @@ def to_numpy(array: Array, name: str = "") -> npt.NDArray[Any]:
     except TypeError:
         raise FedcontextError(f"{leaf_name(name)} has a dtype that NumPy does not have: {array.dtype}") from None
     return np.ascontiguousarray(result).reshape(result.shape)  # which would otherwise lose a shape of ()
+
+
+def flat_on_host(arrays: Sequence[Array]) -> FloatArray:
+    """Return `Framework.flat` of arrays that NumPy can read.
+
+    >>> flat_on_host([np.ones((2, 1)), np.zeros(1)])
+    array([1., 1., 0.])
+    """
+    return np.concatenate([to_numpy(array).astype(np.float64, copy=False).ravel() for array in arrays])
+
+
+def split_like(vector: Array, like: Sequence[Array]) -> list[Array]:
+    """Return consecutive pieces of a flat array, in the shapes of the arrays in ``like``.
+
+    >>> split_like(np.arange(3.0), [np.zeros((2, 1)), np.zeros(1)])[1]
+    array([2.])
+    """
+    ends = np.cumsum([size_of(array) for array in like]).tolist()
+    return [
+        vector[end - size_of(array) : end].reshape(tuple(array.shape)) for end, array in zip(ends, like, strict=True)
+    ]
 
 
 def size_of(array: Array) -> int:

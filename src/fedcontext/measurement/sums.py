@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fedcontext.arrays.tree import SCRATCH, Array, FloatArray, Leaves, blocks, dtype_name, framework, size_of, to_numpy
+from fedcontext.arrays.tree import SCRATCH, Array, FloatArray, Leaves, blocks, framework, size_of, to_numpy
 from fedcontext.errors import FedcontextError
 from fedcontext.measurement.geometry import Vectors
 from fedcontext.measurement.screening import Screened
@@ -181,7 +181,7 @@ def flat(leaves: Leaves, names: Sequence[str]) -> FloatArray:
     >>> flat({"w": np.ones((2, 1)), "b": np.zeros(1)}, ["w", "b"])
     array([1., 1., 0.])
     """
-    return np.concatenate([_float64(leaves[name]).ravel() for name in names])
+    return framework(leaves[names[0]]).flat([leaves[name] for name in names])
 
 
 def unflat(vector: FloatArray, like: Leaves, names: Sequence[str]) -> Leaves:
@@ -190,14 +190,9 @@ def unflat(vector: FloatArray, like: Leaves, names: Sequence[str]) -> Leaves:
     >>> unflat(np.ones(2), {"w": np.zeros((2, 1), np.float32)}, ["w"])["w"].dtype
     dtype('float32')
     """
-    cuts = np.cumsum([size_of(like[name]) for name in names])[:-1]
-    pieces = zip(names, np.split(vector, cuts), strict=True)
-    return {name: _like(piece, like[name]) for name, piece in pieces}
+    arrays = framework(like[names[0]]).unflat(vector, [like[name] for name in names])
+    return dict(zip(names, arrays, strict=True))
 
 
 def _float64(leaf: Array) -> FloatArray:
     return to_numpy(leaf).astype(np.float64, copy=False)
-
-
-def _like(values: FloatArray, leaf: Array) -> Array:
-    return framework(leaf).from_numpy(values.reshape(tuple(leaf.shape)), dtype_name(leaf), leaf)
