@@ -32,14 +32,13 @@ PUBLISHED = MemorySettings(  # the prototype's directions and constants
     surge=np.inf,
     trial=np.inf,
     restart=1e12,
-    secant=0,
 )
 
 
-def summed(updates, gradients, differences):
+def summed(updates, gradients, differences, remaining=None):
     sums = Sums(updates.shape[1])
-    for update in updates:
-        sums.add_update(update)
+    for row, update in enumerate(updates):
+        sums.add_update(update, 0.0 if remaining is None else remaining[row])
     for row, gradient in enumerate(gradients):
         sums.add_probe(gradient, None if differences is None else differences[row])
     return sums
@@ -110,18 +109,79 @@ def test_the_steps_with_the_shipped_constants_stay_as_they_are(probes, lengths):
     assert steps[::3] == pytest.approx(lengths, rel=1e-5)
 
 
+def first_round(remaining, constants=MemorySettings()):  # noqa: B008
+    """Return the first step of ten devices, as a multiple of their mean update, and the memory after it."""
+    sums, random = Sums(3), np.random.default_rng(0)
+    for share in remaining:
+        sums.add_update(random.standard_normal(3), share)
+    sums.add_probe(random.standard_normal(3))
+    step, memory, _ = memory_step(sums, None, constants)
+    return float(np.linalg.norm(step) / np.linalg.norm(sums.mean_update)), memory
+
+
+@pytest.mark.parametrize(
+    ("remaining", "multiple"),
+    [
+        ([0.5] * 10, 2),  # half of the slope is left: a parabola has its minimum twice as far away
+        ([0.75] * 10, 4),
+        ([0.999] * 10, 8),
+        ([0.0, 0.8] * 5, 1 / 0.6),  # harmonic mean of 1 and 5
+        ([0.3] * 10, 1),  # 1.43: within the anchor's first limit
+        ([-0.5] * 10, 1),  # too far
+        ([1.2] * 10, 1),  # steeper than before: not convex
+        ([np.nan, np.inf, -np.inf] * 4, 1),
+    ],
+)
+def test_the_first_step_goes_to_the_minimum_that_the_devices_slopes_show(remaining, multiple):
+    taken, memory = first_round(remaining)
+    assert taken == pytest.approx(multiple)
+    assert memory.trust == pytest.approx(multiple)
+
+
+def test_three_lying_devices_of_ten_cannot_lengthen_the_first_step():
+    assert first_round([1 - 1e-12] * 3 + [0.0] * 7)[0] == 1
+
+
+def test_the_first_step_is_fedavgs_where_no_deviation_is_allowed():
+    assert first_round([0.9] * 10, MemorySettings(anchor=0))[0] == 1
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_short_updates_are_left_behind_faster_with_the_secant(seed):
+def test_short_updates_are_left_behind_faster_with_the_remaining_slopes(seed):
     losses = {}
-    for secant in (0, MemorySettings().secant):
+    for known in (False, True):
         problem, w, last, memory = Quadratic(seed), np.zeros(60), None, None
         for _ in range(3):
-            _, updates, gradients, differences = problem.round(w, last)
-            sums = summed(0.05 * updates, gradients, differences)  # a twentieth of what serves best
-            step, memory, _ = memory_step(sums, memory, MemorySettings(secant=secant), population=40)
+            order, updates, gradients, differences = problem.round(w, last, probes="cohort")
+            updates *= 0.05  # a twentieth of what serves best
+            before = np.sum(gradients * updates, axis=1)
+            after = np.sum(problem.scale * (w + updates - problem.centre[order]) * updates, axis=1)
+            sums = summed(updates, gradients, differences, after / before if known else np.zeros(len(order)))
+            step, memory, _ = memory_step(sums, memory, MemorySettings(), population=40)
             last, w = w, w + step
-        losses[secant] = problem.loss(w)
-    assert losses[MemorySettings().secant] < 0.75 * losses[0]
+        losses[known] = problem.loss(w)
+    assert losses[True] < 0.75 * losses[False]
+
+
+@pytest.mark.parametrize(("rate", "least", "most"), [(0.01, 3, 8), (1.0, 1, 1)])
+def test_the_first_step_of_a_simulation_is_longer_where_the_learning_rate_is_far_too_small(rate, least, most):
+    settings = {"dataset": "synthetic-iid", "learning_rate": rate, "rounds": 1}
+    step, fedavgs = (fc.train(algorithm=name, **settings).params for name in ("fedavg-memory", "fedavg"))
+    multiple = np.linalg.norm(step) / np.linalg.norm(fedavgs)
+    assert least - 1e-5 <= multiple <= most + 1e-5
+    np.testing.assert_allclose(step, multiple * fedavgs, rtol=1e-4, atol=1e-6 * multiple)
+
+
+def test_remaining_slopes_are_one_number_a_device_and_none_can_do_harm():
+    w, updates, gradients = np.zeros(2), {"a": np.ones(2), "b": -np.ones(2) / 2}, [np.ones(2)]
+    rule = fc.contextual_memory()
+    with pytest.raises(FedcontextError, match="remaining must hold 2 numbers, got 1"):
+        fc.aggregate(w, updates, gradients=gradients, rule=rule, remaining=[0.5])
+    with pytest.raises(FedcontextError, match="remaining: the names must be those of the devices"):
+        fc.aggregate(w, updates, gradients=gradients, rule=rule, remaining={"a": 0.5, "c": 0.5})
+    for value in (0.9, np.nan, 1e308, "text", None):
+        result = fc.aggregate(w, updates, gradients=gradients, rule=rule, remaining={"b": value, "a": 0.0})
+        np.testing.assert_allclose(result.params, [0.25, 0.25] if value != 0.9 else [0.25 * 2 / 1.125] * 2)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -152,7 +212,7 @@ def test_momentum_is_reduced_where_the_loss_rose_along_the_last_step_and_only_th
     assert reduced
 
 
-@pytest.mark.parametrize("constants", [{"anchor": 0}, {"trial": 0, "secant": 0}])
+@pytest.mark.parametrize("constants", [{"anchor": 0}, {"trial": 0}])
 def test_every_step_is_fedavgs_where_no_deviation_is_allowed(constants):
     problem, w, last, memory = Quadratic(0), np.zeros(60), None, None
     for _ in range(5):

@@ -20,7 +20,7 @@ from fedcontext.fleet import Replies
 from fedcontext.local_sgd import Diverged
 from fedcontext.measurement.defences import OFF
 from fedcontext.measurement.geometry import Report, shares
-from fedcontext.measurement.sums import flat, unflat
+from fedcontext.measurement.sums import flat, remaining_slope, unflat
 from fedcontext.plan import IntArray, RoundPlan, Stream
 from fedcontext.rules.base import SumRule
 from fedcontext.state import State
@@ -52,6 +52,7 @@ class Devices:
             population=self.data.population,
             distortions=self.coding.distortions,
             steps=self.algorithm.local.steps(samples, plan.epochs[received.cohort]).tolist(),
+            remaining=self._remaining(state, devices, updates) if asks_remaining(self.algorithm, state) else None,
         )
         return self._with_gradients(report, state, plan.number, devices, probes, disturbed)
 
@@ -69,6 +70,16 @@ class Devices:
         if not finite.all() and (not self.experiment.outlier or any(2 * part.sum() < len(part) for part in parts)):
             raise work.local.divergence_error(work.devices[~finite].tolist())
         return updates
+
+    def _remaining(self, state: State, devices: IntArray, updates: Sequence[Structure]) -> list[float]:
+        """Return the share of the slope along its update that is left at the end of each device's local training."""
+        params, shares = leaves(state.params), []
+        for row, before in enumerate(map(leaves, self.engine.gradients(state.params, devices))):
+            update, names = leaves(updates[row]), list(before)
+            trained = rebuild(state.params, {name: leaf + update[name] for name, leaf in params.items()})
+            (after,) = self.engine.gradients(trained, devices[row : row + 1])
+            shares.append(remaining_slope(*(flat(each, names) for each in (update, before, leaves(after)))))
+        return shares
 
     def work(self, state: State, plan: RoundPlan, cohort: IntArray, pool: IntArray) -> Work:
         """Return the work of devices at these positions of a plan."""
@@ -109,6 +120,11 @@ class Devices:
             exact = [_difference(now, then) for now, then in zip(gradients, before, strict=True)]
             differences = _decoded(exact, self.coding.difference, devices, (seed, number, Stream.DIFFERENCE_CODE))
         return _decoded(gradients, self.coding.gradient, devices, (seed, number, Stream.GRADIENT_CODE)), differences
+
+
+def asks_remaining(algorithm: Algorithm, state: State) -> bool:
+    """Return whether devices report the remaining slopes along their updates: in the first round, if the rule uses them."""
+    return "remaining slopes" in algorithm.rule.needs and state.rule is None
 
 
 def _decoded(

@@ -13,7 +13,7 @@ from fedcontext.algorithms import Algorithm
 from fedcontext.arrays.tree import Leaves, Structure, leaves, size_of, trained_leaves
 from fedcontext.coding import Coding
 from fedcontext.datasets import FederatedData
-from fedcontext.devices import Devices
+from fedcontext.devices import Devices, asks_remaining
 from fedcontext.engines.base import Engine, Work
 from fedcontext.errors import FedcontextError, shown
 from fedcontext.experiment import Experiment
@@ -132,6 +132,7 @@ class Simulation:
             probe=self.coding.cost(size, model_bytes, state.previous is not None and "differences" in needs),
             own_gradients="own gradients" in needs,
             state_bytes=sum(leaf.nbytes for leaf in sent),
+            passes=2 * asks_remaining(self.algorithm, state),
             deadline=self.experiment.deadline or None,
         )
 

@@ -95,9 +95,13 @@ def test_uncoded_gradients_give_the_aggregation_of_exact_vectors() -> None:
         moved = [train(params, {}, context)[0] for context in contexts]
         own = [gradient(params, context)[0] for context in contexts]
         before = [gradient(previous, context)[0] for context in contexts] if previous else []
+        after = [gradient(each, context)[0]["w"] for each, context in zip(moved, contexts, strict=True)]
+        updates = [{name: each[name] - params[name] for name in params} for each in moved]
+        slopes = [[np.vdot(g, u["w"]) for g in (now, g0["w"])] for now, g0, u in zip(after, own, updates, strict=True)]
         result = fc.aggregate(
             params,
-            [{name: each[name] - params[name] for name in params} for each in moved],
+            updates,
+            remaining=[end / start for end, start in slopes],
             own_gradients=own,
             differences=[{"w": a["w"] - b["w"]} for a, b in zip(own, before, strict=True)] if before else None,
             samples=[10] * 4,
@@ -107,6 +111,7 @@ def test_uncoded_gradients_give_the_aggregation_of_exact_vectors() -> None:
             state=state,
         )
         params, previous, state = result.params, params, result.state
+        assert min(end / start for end, start in slopes) > 0.3  # enough for a longer first step
     for name, array in arrays_of(strategy.result.arrays).items():
         np.testing.assert_allclose(array, params[name], rtol=1e-5)
 

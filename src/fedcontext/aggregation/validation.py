@@ -78,6 +78,7 @@ def validate(report: Report, base: Leaves, measured: set[str], strict: bool = Tr
         differences=checked(differences, measured, NO_GRADIENT),
         steps=_numbers("steps", report.steps, devices, invalid, positive=True),
         names=Names(devices, probes, names_of(report.pool, "pool device "), invalid or {}),
+        remaining=_remaining(report.remaining, devices),
         root_gradient=checked({} if root is None else {"the root gradient": root}, measured, NO_GRADIENT),
     )
 
@@ -305,10 +306,7 @@ def _numbers(
     """
     if given is None:
         return None
-    ordered = in_order(what, given, owners)
-    values = list(ordered.values() if isinstance(ordered, Mapping) else ordered)
-    if len(values) != len(owners):
-        raise FedcontextError(f"{what} must hold {len(owners)} numbers, got {len(values)}")
+    values = _values_of(what, given, owners)
     numbers = np.array([_number(value) for value in values])
     bad = ~((numbers >= 0) & (numbers < np.inf)) | (positive & (numbers == 0))
     expected = "positive" if positive else "non-negative"
@@ -320,6 +318,22 @@ def _numbers(
         also = "" if positive else " and not all zero"
         raise FedcontextError(f"{what} must be {expected}{also}, got {numbers.tolist()}")
     return numbers
+
+
+def _remaining(given: Iterable[float] | None, owners: Sequence[Name]) -> FloatArray | None:
+    """Return one number for each owner, NaN for what is none: a device can report no value that is harmful."""
+    if given is None:
+        return None
+    return np.array([_number(value) for value in _values_of("remaining", given, owners)])
+
+
+def _values_of(what: str, given: Iterable[float], owners: Sequence[Name]) -> list[Any]:
+    """Return one value for each owner, in their order."""
+    ordered = in_order(what, given, owners)
+    values = list(ordered.values() if isinstance(ordered, Mapping) else ordered)
+    if len(values) != len(owners):
+        raise FedcontextError(f"{what} must hold {len(owners)} numbers, got {len(values)}")
+    return values
 
 
 def _number(value: object) -> float:

@@ -21,8 +21,10 @@ from fedcontext.flower.protocol import (
     PREVIOUS,
     QUERY_GRADIENT,
     QUERY_WHOAMI,
+    REMAINING,
     REQUEST,
     SAMPLES,
+    SHARE,
     TRAIN,
     UPDATE,
     Arrays,
@@ -30,6 +32,7 @@ from fedcontext.flower.protocol import (
     config_of,
     record_of,
 )
+from fedcontext.measurement.sums import flat, remaining_slope
 
 Gradient: TypeAlias = Callable[[Arrays, Context], tuple[Mapping[str, Any], int]]
 Gradients: TypeAlias = Callable[[Sequence[Arrays], Context], tuple[list[Mapping[str, Any]], int]]  # at several params
@@ -143,9 +146,21 @@ class GradientApp(ClientApp):
         reply = self.app(message, context)
         if UPDATE in request and reply.has_content():
             _replace_weights_by_update(reply.content, params)
+        if REMAINING in request and reply.has_content():
+            self._add_remaining(reply.content, params, context)
         if GRADIENT in request and reply.has_content():
             self._add_gradients(reply.content, params, previous, config, context)
         return reply
+
+    def _add_remaining(self, content: RecordDict, params: Arrays, context: Context) -> None:
+        """Add to a reply with an update the share of the slope along it that is left at its end."""
+        if UPDATE not in content.array_records:
+            return
+        update = arrays_of(content.array_records[UPDATE])
+        trained = {name: np.add(array, update[name], dtype=array.dtype) for name, array in params.items()}
+        (before, after), _ = self.gradients([params, trained], context)
+        share = remaining_slope(*(flat(dict(vector), list(before)) for vector in (update, before, after)))
+        content[REMAINING] = ConfigRecord({SHARE: share})
 
     def _add_gradients(
         self, content: RecordDict, params: Arrays, previous: Arrays | None, config: dict[str, Any], context: Context

@@ -46,6 +46,7 @@ class Extras:
     seed: int = 0
     number: int = 0  # of the round
     previous: ArrayRecord | None = None  # where differences are requested: the params before the last aggregation
+    remaining: bool = False  # whether the cohort is asked for the slopes that are left along its updates
 
     def codes(self, device: int) -> dict[str, Code | None]:
         """Return the codes of a device's gradient and difference; None where it is sent as it is.

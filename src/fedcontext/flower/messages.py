@@ -19,8 +19,10 @@ from fedcontext.flower.protocol import (
     GRADIENT_CODE,
     PREVIOUS,
     QUERY_GRADIENT,
+    REMAINING,
     REQUEST,
     SAMPLES,
+    SHARE,
     TRAIN,
     UPDATE,
     Arrays,
@@ -60,6 +62,7 @@ class Reply:
     gradient: Arrays | None  # None: not asked for
     difference: Arrays | None  # None: not asked for
     samples: float
+    remaining: float  # share of the slope along the update that is left at its end; 0 where it is not known
     content: RecordDict
 
 
@@ -109,6 +112,7 @@ def message_for(task: Task, template: RecordDict, node: int, ttl: float | None, 
     """Return the message for a task: the wrapped strategy's content, with our request added to its config."""
     difference = task.probe and extras.previous is not None
     request = [UPDATE] * (task.group is not None) + [GRADIENT] * task.gradient + [DIFFERENCE] * difference
+    request += [REMAINING] * (extras.remaining and task.group == "cohort")
     codes = extras.codes(task.device)
     keys = ((GRADIENT, GRADIENT_CODE), (DIFFERENCE, DIFFERENCE_CODE))
     added: dict[str, Any] = {REQUEST: " ".join(request), **({EPOCHS: task.epochs} if task.epochs else {})}
@@ -173,7 +177,12 @@ def _parse(task: Task, replies: Sequence[Message], params: Arrays, extras: Extra
     samples = metric(content, samples_key, SAMPLES)
     if not 0 < samples <= MAX_SAMPLES:
         raise FedcontextError(f"{samples_key} must be between 1 and 2**53, got {samples:g}")
-    return Reply(task, update, gradient, difference, samples, content)
+    return Reply(task, update, gradient, difference, samples, _remaining(content), content)
+
+
+def _remaining(content: RecordDict) -> float:
+    value = content.config_records.get(REMAINING, ConfigRecord()).get(SHARE)
+    return value if isinstance(value, float) else 0.0
 
 
 def _update(content: RecordDict, params: Arrays) -> Arrays | None:

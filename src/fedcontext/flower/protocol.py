@@ -25,6 +25,7 @@ UPDATE = "fedcontext.update"
 PREVIOUS = "fedcontext.previous"  # the params before the last aggregation, sent where a difference is requested
 GRADIENT = "fedcontext.gradient"
 DIFFERENCE = "fedcontext.difference"  # gradient at the params minus gradient at the previous params
+REMAINING = "fedcontext.remaining"  # ConfigRecord with the share of the slope along the update that is left at its end
 LEAVES = "fedcontext.leaves"  # ConfigRecord with the names of the leaves in a coded gradient
 IDENTITY = "fedcontext.identity"  # ConfigRecord with the node's partition-id
 # keys of a message's config
@@ -32,7 +33,8 @@ REQUEST = "fedcontext.request"  # space-separated names of the records that the 
 GRADIENT_CODE = "fedcontext.gradient-code"  # bits and key of the few-bit code; absent: float32
 DIFFERENCE_CODE = "fedcontext.difference-code"
 EPOCHS = "local-epochs"  # set if the strategy draws the epochs
-# keys of a reply's metrics
+# keys of a reply's configs and metrics
+SHARE = "share"  # of the slope
 SAMPLES = "num-examples"
 
 

@@ -142,7 +142,8 @@ class ContextualStrategy(Strategy):
         log.info("configure_train: %s nodes report gradients", sum(task.gradient for task in tasks))
         previous = None if self._carried.previous is None else record_of(self._carried.previous)
         coding = coding_for(self.gradient_bits, "differences" in rule.needs, chosen == "cohort")
-        extras = Extras(coding, self.seed, server_round, previous)
+        remaining = "remaining slopes" in rule.needs and self._carried.rule is None
+        extras = Extras(coding, self.seed, server_round, previous, remaining)
         content = sampled[0].content
         sent = [(task, message_for(task, content, node_of[task.device], self._timeout, extras)) for task in tasks]
         messages = [message for _, message in sent]

@@ -16,6 +16,8 @@ from fedcontext.errors import FedcontextError
 from fedcontext.measurement.geometry import Vectors
 from fedcontext.measurement.screening import Screened
 
+LONGEST = 8.0  # lengths of the mean update: the longest step that the devices' own slopes can suggest
+
 
 @dataclass
 class Sums:
@@ -34,6 +36,7 @@ class Sums:
     gradient: FloatArray = field(init=False)  # (n,) Σ gᵢ, gᵢ = ∇Fᵢ(w_t)
     difference: FloatArray = field(init=False)  # (n,) Σ yᵢ, yᵢ = ∇Fᵢ(w_t) - ∇Fᵢ(w_{t-1})
     square: FloatArray = field(init=False)  # (n,) Σ gᵢ²
+    progress: float = 0.0  # Σ of the devices' `progress`
     gradient_norms: float = 0.0  # Σ ‖gᵢ‖²
     difference_norms: float = 0.0  # Σ ‖yᵢ‖²
     distortions: tuple[float, float] = (0.0, 0.0)  # shares of ‖gᵢ‖² and ‖yᵢ‖² that are noise of a code
@@ -43,9 +46,10 @@ class Sums:
         for name in ("update", "gradient", "difference", "square"):
             setattr(self, name, np.zeros(self.size))
 
-    def add_update(self, update: FloatArray) -> None:
-        """Fold in one device's update."""
+    def add_update(self, update: FloatArray, remaining: float = 0.0) -> None:
+        """Fold in one device's update, and the share of the slope along it that is left at its end."""
         self.update += update
+        self.progress += progress(remaining)
         self.devices += 1
 
     def add_probe(self, gradient: FloatArray, difference: FloatArray | None = None) -> None:
@@ -69,6 +73,7 @@ class Sums:
             "gradient",
             "difference",
             "square",
+            "progress",
             "gradient_norms",
             "difference_norms",
             "contradicting",
@@ -86,6 +91,14 @@ class Sums:
     def mean_update(self) -> FloatArray:
         """(n,) d, the plain mean of the updates."""
         return self.update / self.devices
+
+    @property
+    def stretch(self) -> float:
+        """Where the minimum along the updates is by the devices' own slopes, in lengths of the mean update: 1 to 8.
+
+        It is the harmonic mean over devices, which a few of them can change little: three of ten at most to 1.4.
+        """
+        return self.devices / self.progress
 
     @property
     def mean_gradient(self) -> FloatArray:
@@ -118,6 +131,27 @@ class Sums:
         return (1 - share) * spread + share * distortion * norms / self.probes**2
 
 
+def remaining_slope(update: FloatArray, before: FloatArray, after: FloatArray) -> float:
+    """Return the slope of a device's loss along its update after local training, as a share of that before; NaN for 0 / 0.
+
+    >>> remaining_slope(np.array([1.0, 0.0]), before=np.array([-4.0, 1.0]), after=np.array([-3.0, 0.0]))
+    0.75
+    """
+    with np.errstate(all="ignore"):
+        return float(np.divide(dot(after, update), dot(before, update)))
+
+
+def progress(remaining: float) -> float:
+    """Return how far a device is on the way to the minimum along its update: 1 - remaining, at least 1/8.
+
+    It is 1 where the slope is not between 0 and what it was: the update went too far, or the loss is not convex along it.
+
+    >>> progress(0.75), progress(0.99), progress(-0.2), progress(1.3), progress(float("nan"))
+    (0.25, 0.125, 1.0, 1.0, 1.0)
+    """
+    return max(1 - remaining, 1 / LONGEST) if 0 < remaining < 1 else 1.0
+
+
 def dot(left: FloatArray, right: FloatArray) -> float:
     """Return the inner product by NumPy's pairwise sum: the same bits on any number of cores, unlike BLAS.
 
@@ -139,7 +173,8 @@ def sums_of(
     updates, gradients, differences = screened.updates, screened.gradients, screened.differences
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks whether the sums are finite
         for row in np.flatnonzero(screened.devices):
-            total.add_update(_scaled(vectors.updates[row], names, updates[row]))
+            remaining = 0.0 if vectors.remaining is None else float(vectors.remaining[row])
+            total.add_update(_scaled(vectors.updates[row], names, updates[row]), remaining)
         for row in np.flatnonzero(screened.probes):
             change = _scaled(vectors.differences[row], names, differences[row]) if vectors.differences else None
             total.add_probe(_scaled(vectors.probes[row], names, gradients[row]), change)

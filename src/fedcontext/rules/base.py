@@ -14,7 +14,15 @@ from fedcontext.measurement.sums import Sums
 
 Averaging: TypeAlias = Literal["mean", "samples"]
 Need: TypeAlias = Literal[
-    "gradient", "differences", "own gradients", "pool", "root", "root gradient", "samples", "steps"
+    "gradient",
+    "differences",
+    "own gradients",
+    "pool",
+    "remaining slopes",  # in the first round, where devices know them
+    "root",
+    "root gradient",
+    "samples",
+    "steps",
 ]
 State: TypeAlias = Any  # numbers, arrays, and lists, tuples and dicts of them; None for a rule without memory
 

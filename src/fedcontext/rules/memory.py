@@ -9,7 +9,8 @@ gradients), an estimate of the curvature, and chooses the step in the span of
     s  the previous step
 
 as the minimiser of a quadratic model of the loss. The length of the deviation from d is limited by how well earlier
-deviations lowered the loss (the anchor). Notation: ȳ mean gradient difference, ḡ mean fresh gradient, u a power of the
+deviations lowered the loss (the anchor). The first step is d, or longer where the devices report that their local
+training stopped far from the minimum along their updates. Notation: ȳ mean gradient difference, ḡ mean fresh gradient, u a power of the
 root mean square of the gradients so far, relative to its mean.
 """
 
@@ -23,7 +24,7 @@ import numpy as np
 from fedcontext.arrays.tree import FloatArray
 from fedcontext.errors import FedcontextError, shown
 from fedcontext.measurement.sums import Sums, dot
-from fedcontext.rules.base import State, SumRule
+from fedcontext.rules.base import Need, State, SumRule
 from fedcontext.rules.curvature import TINY, along, fitted, gram, norm, with_secant
 from fedcontext.rules.quadratic import minimise_in_box
 
@@ -56,7 +57,6 @@ class MemorySettings:
     largest: float = 100.0  # upper limit of trust and anchor
     surge: float = 3.0  # d counts as at most so many times as long as its running mean
     trial: float = 0.3  # first limit of ‖step - d‖ / ‖d‖, where s was d: trial x growth^-e, e the evidence on steps
-    secant: float = 1.0  # or, if larger, secant x cos(y, s) x the steps to the minimum that the slopes along s show
     scaled_gradient: bool = True  # whether q is a direction
 
     def __post_init__(self) -> None:
@@ -93,7 +93,8 @@ class Memory:
 def contextual_memory(settings: MemorySettings | None = None) -> SumRule:
     """Return contextual aggregation with memory, as a rule for `aggregate`, simulations and Flower.
 
-    It needs each probe's gradient and its difference to the gradient at the last round's params.
+    It needs each probe's gradient and its difference to the gradient at the last round's params. In the first round it uses
+    the ``remaining`` slopes of `aggregate` where they are given.
 
     >>> contextual_memory().name
     'contextual memory'
@@ -110,7 +111,8 @@ def contextual_memory(settings: MemorySettings | None = None) -> SumRule:
     def last_step(state: State) -> FloatArray | None:
         return None if state is None else state["step"]
 
-    return SumRule("contextual memory", step, frozenset({"gradient", "differences"}), last_step=last_step)
+    needs: frozenset[Need] = frozenset({"gradient", "differences", "remaining slopes"})
+    return SumRule("contextual memory", step, needs, last_step=last_step)
 
 
 def _memory_of(state: State, size: int, settings: MemorySettings) -> Memory:
@@ -185,9 +187,7 @@ def memory_step(
     if moved[1]:
         anchor = float(np.clip(anchor * settings.growth**-on_deviations, settings.floor / 2, settings.largest))
     elif anchor:  # nothing is known of deviations yet
-        believed = settings.secant * max(0.0, bend) / (norm(y) * lengths[PREVIOUS])  # 1 where y is along s: a parabola
-        ahead = min(believed * _steps_ahead(on_steps), settings.stretch)
-        most, anchor = max(settings.trial * settings.growth**-on_steps, ahead) * lengths[MEAN], max(anchor, ahead)
+        most = settings.trial * settings.growth**-on_steps * lengths[MEAN]
     deviation = _shortened(_shortened(_combined(x, unit), limit) - d, min(most, anchor * reference))
     if norm(deviation) <= ROUNDING * reference:
         deviation = np.zeros_like(d)  # rounding errors are no evidence for the anchor
@@ -199,8 +199,12 @@ def memory_step(
 
 
 def _first_step(sums: Sums, settings: MemorySettings, population: float) -> tuple[FloatArray, Memory, dict[str, Any]]:
-    """Return FedAvg's step, and the curvature at which it is the minimiser along d: -<g, d>/‖d‖²."""
+    """Return FedAvg's step, or several times it, and the curvature at which it is the minimiser along d: -<g, d>/‖d‖².
+
+    It is longer where devices stopped far from the minimum along their updates, further than the anchor's first limit.
+    """
     d, g = sums.mean_update, sums.mean_gradient
+    ahead = sums.stretch - 1 if sums.stretch - 1 > settings.anchor > 0 else 0.0
     directions = _count(settings)
     length, unit, slopes = norm(d), np.zeros((directions, len(d))), np.zeros(directions)
     unit[MEAN] = d / length
@@ -210,8 +214,8 @@ def _first_step(sums: Sums, settings: MemorySettings, population: float) -> tupl
         gradient=g,
         error=sums.gradient_error(population),
         square=sums.square / sums.probes,
-        step=d,
-        deviation=np.zeros_like(d),
+        step=d + ahead * d,
+        deviation=ahead * d,
         directions=unit,
         slopes=slopes,
         hits=np.zeros(directions),
@@ -220,12 +224,12 @@ def _first_step(sums: Sums, settings: MemorySettings, population: float) -> tupl
         right=np.zeros(2),
         curvature=np.array([implied, 0.0]),
         length=length,
-        trust=1.0,
-        anchor=settings.anchor,
+        trust=1 + ahead,
+        anchor=max(settings.anchor, ahead),
         contradicting=sums.contradicting,
         evidence=np.zeros((2, 2)),
     )
-    return d, memory, {"trust": 1.0, "anchor": settings.anchor, "mean": 1.0, "convex": True}
+    return memory.step, memory, {"trust": memory.trust, "anchor": memory.anchor, "mean": 1 + ahead, "convex": True}
 
 
 def _metric(v: FloatArray, power: float) -> FloatArray:
@@ -262,14 +266,6 @@ def _evidence(g: FloatArray, y: FloatArray, move: FloatArray) -> FloatArray:
     after = dot(g, move)
     before = after - dot(y, move)
     return np.array([after / (abs(after) + abs(before) + TINY), 1.0])
-
-
-def _steps_ahead(evidence: float) -> float:
-    """Return how many lengths of a move ahead the slopes at its ends say the minimum is: σ₁ / (σ₀ - σ₁) = -e / (1 + 2e).
-
-    Zero where the move went too far, and where the slope is as steep as before or steeper: then there is no minimum ahead.
-    """
-    return -evidence / (1 + 2 * evidence) if -0.5 < evidence < 0 else 0.0
 
 
 def _hessian(
