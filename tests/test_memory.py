@@ -32,6 +32,7 @@ PUBLISHED = MemorySettings(  # the prototype's directions and constants
     surge=np.inf,
     trial=np.inf,
     restart=1e12,
+    secant=0,
 )
 
 
@@ -185,6 +186,20 @@ def test_remaining_slopes_are_one_number_a_device_and_none_can_do_harm():
 
 
 @pytest.mark.parametrize("seed", range(4))
+def test_short_updates_are_left_behind_faster_with_the_secant(seed):
+    losses = {}
+    for secant in (0, MemorySettings().secant):
+        problem, w, last, memory = Quadratic(seed), np.zeros(60), None, None
+        for _ in range(3):
+            _, updates, gradients, differences = problem.round(w, last)
+            sums = summed(0.05 * updates, gradients, differences)  # a twentieth of what serves best
+            step, memory, _ = memory_step(sums, memory, MemorySettings(secant=secant), population=40)
+            last, w = w, w + step
+        losses[secant] = problem.loss(w)
+    assert losses[MemorySettings().secant] < 0.75 * losses[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
 def test_the_anchor_waits_while_the_loss_is_not_convex(seed):
     problem, w, last, memory = Quadratic(seed), np.zeros(60), None, None
     for _ in range(4):
@@ -212,7 +227,7 @@ def test_momentum_is_reduced_where_the_loss_rose_along_the_last_step_and_only_th
     assert reduced
 
 
-@pytest.mark.parametrize("constants", [{"anchor": 0}, {"trial": 0}])
+@pytest.mark.parametrize("constants", [{"anchor": 0}, {"trial": 0, "secant": 0}])
 def test_every_step_is_fedavgs_where_no_deviation_is_allowed(constants):
     problem, w, last, memory = Quadratic(0), np.zeros(60), None, None
     for _ in range(5):

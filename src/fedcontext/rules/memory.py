@@ -57,6 +57,7 @@ class MemorySettings:
     largest: float = 100.0  # upper limit of trust and anchor
     surge: float = 3.0  # d counts as at most so many times as long as its running mean
     trial: float = 0.3  # first limit of ‖step - d‖ / ‖d‖, where s was d: trial x growth^-e, e the evidence on steps
+    secant: float = 1.0  # or, if larger, secant x cos(y, s) x the steps to the minimum that the slopes along s show
     scaled_gradient: bool = True  # whether q is a direction
 
     def __post_init__(self) -> None:
@@ -187,7 +188,9 @@ def memory_step(
     if moved[1]:
         anchor = float(np.clip(anchor * settings.growth**-on_deviations, settings.floor / 2, settings.largest))
     elif anchor:  # nothing is known of deviations yet
-        most = settings.trial * settings.growth**-on_steps * lengths[MEAN]
+        believed = settings.secant * max(0.0, bend) / (norm(y) * lengths[PREVIOUS])  # 1 where y is along s: a parabola
+        ahead = min(believed * _steps_ahead(on_steps), settings.stretch)
+        most, anchor = max(settings.trial * settings.growth**-on_steps, ahead) * lengths[MEAN], max(anchor, ahead)
     deviation = _shortened(_shortened(_combined(x, unit), limit) - d, min(most, anchor * reference))
     if norm(deviation) <= ROUNDING * reference:
         deviation = np.zeros_like(d)  # rounding errors are no evidence for the anchor
@@ -266,6 +269,14 @@ def _evidence(g: FloatArray, y: FloatArray, move: FloatArray) -> FloatArray:
     after = dot(g, move)
     before = after - dot(y, move)
     return np.array([after / (abs(after) + abs(before) + TINY), 1.0])
+
+
+def _steps_ahead(evidence: float) -> float:
+    """Return how many lengths of a move ahead the slopes at its ends say the minimum is: σ₁ / (σ₀ - σ₁) = -e / (1 + 2e).
+
+    Zero where the move went too far, and where the slope is as steep as before or steeper: then there is no minimum ahead.
+    """
+    return -evidence / (1 + 2 * evidence) if -0.5 < evidence < 0 else 0.0
 
 
 def _hessian(
