@@ -204,3 +204,17 @@ def _nothing(message: Message, context: Context) -> Message:
 
 def _numpy(state: dict) -> dict:
     return {name: tensor.detach().numpy() for name, tensor in state.items()}
+
+
+def test_computing_gradients_leaves_the_random_numbers_of_training_as_they_are() -> None:
+    data = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.zeros(8, dtype=torch.int64))
+    app = torch_client(
+        ClientApp(), torch.nn.Linear(2, 2), lambda context: torch.utils.data.DataLoader(data, shuffle=True)
+    )
+    start = record_of({"weight": np.zeros((2, 2), np.float32), "bias": np.zeros(2, np.float32)})
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    reply = app(Message(RecordDict({"arrays": start}), 1, "query.gradient"), Context(1, 1, {}, RecordDict(), {}))
+    assert arrays_of(reply.content["fedcontext.gradient"])["bias"].any()
+    assert torch.equal(torch.rand(3), expected)

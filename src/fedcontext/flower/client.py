@@ -69,11 +69,12 @@ def torch_client(
 
     def gradients(several: Sequence[Arrays], context: Context) -> tuple[list[Mapping[str, Any]], int]:
         models, samples = [loaded(params) for params in several], 0
-        for batch in batches(context):  # read once: all gradients are of the same data, even if it is augmented
-            inputs, labels = (part.to(device) for part in _inputs_and_labels(batch))
-            for model in models:
-                (mean_loss(model(inputs), labels) * len(labels)).backward()
-            samples += len(labels)
+        with torch.random.fork_rng(devices=[]):  # a loader that shuffles must not change what training draws
+            for batch in batches(context):  # read once: all gradients are of the same data, even if it is augmented
+                inputs, labels = (part.to(device) for part in _inputs_and_labels(batch))
+                for model in models:
+                    (mean_loss(model(inputs), labels) * len(labels)).backward()
+                samples += len(labels)
         return [_mean_gradient(model, samples) for model in models], samples
 
     def loaded(params: Arrays) -> Any:
