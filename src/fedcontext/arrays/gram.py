@@ -28,6 +28,7 @@ IntArray = npt.NDArray[np.int64]
 TILE = 4  # rows and columns of a tile: its 16 sums and 8 factors fit in the vector registers
 PARTS = 32  # independent tasks, at most
 PARTS_BYTES = 32 * 2**20  # of all parts' sums together, at most
+PART = 2**19  # entries of all arrays together in a part, at least: starting one takes as long as reading a few thousand
 FEW_ROWS = 16
 FEW_ROWS_WIDTH, WIDTH = 256, 1024  # entries of a piece, for products: 16 rows fit in the L1 cache, 200 in 1 MB
 FEW_ROWS_SPAN, SPAN = 128, 4096  # the same for a weighted sum: the prefetcher follows few rows at once
@@ -43,16 +44,17 @@ def products(rows: Sequence[Vector], columns: Sequence[Vector]) -> FloatArray:
     count, like = len(rows), np.empty(0, rows[0].dtype)
     addresses = _addresses([*rows, *columns])  # the last tile of rows is filled up with columns
     shape = count + -count % TILE, len(addresses)
-    sums = np.zeros((max(1, min(PARTS, PARTS_BYTES // (8 * shape[0] * shape[1]))), *shape))
-    cuts = _cuts(rows[0].size, len(sums))
+    cuts = _cuts(rows[0].size, len(addresses), PARTS_BYTES // (8 * shape[0] * shape[1]))
+    sums = np.zeros((len(cuts) - 1, *shape))
     _compile(rows[0].dtype)
     own = count + len(columns)
     on_all_cores(
         lambda part: _add_products(addresses, own, cuts[part], cuts[part + 1], like, sums[part]), range(len(sums))
     )
-    total = sums.sum(axis=0)[:count, :own]
-    gram = np.triu(total[:, :count]) + np.triu(total[:, :count], 1).T
-    return np.hstack([gram, total[:, count:]])
+    total: FloatArray = sums.sum(axis=0)[:count, :own]
+    gram = total[:, :count]  # zero below the diagonal
+    gram += np.tril(gram.T, -1)
+    return total
 
 
 def combine(base: Vector, rows: Sequence[Vector], weights: FloatArray, result: Vector) -> None:
@@ -66,9 +68,9 @@ def combine(base: Vector, rows: Sequence[Vector], weights: FloatArray, result: V
     addresses = _addresses([*rows, base])
     factors = np.zeros(len(addresses))
     factors[: len(rows) + 1] = [*weights, 1]
-    cuts, flat = _cuts(base.size, PARTS), result.reshape(-1)
+    cuts, flat = _cuts(base.size, len(addresses)), result.reshape(-1)
     _compile(base.dtype)
-    on_all_cores(lambda part: _write_sum(addresses, factors, cuts[part], cuts[part + 1], flat), range(PARTS))
+    on_all_cores(lambda part: _write_sum(addresses, factors, cuts[part], cuts[part + 1], flat), range(len(cuts) - 1))
 
 
 def _addresses(arrays: Sequence[Vector]) -> IntArray:
@@ -77,9 +79,10 @@ def _addresses(arrays: Sequence[Vector]) -> IntArray:
     return np.array(addresses + addresses[-1:] * (-len(arrays) % TILE), np.int64)
 
 
-def _cuts(size: int, parts: int) -> IntArray:
-    """Return (parts + 1,): where ``size`` entries are cut into parts."""
-    return np.arange(parts + 1) * size // parts
+def _cuts(size: int, arrays: int, most: int = PARTS) -> list[int]:
+    """Return where the ``size`` entries of each of some arrays are cut into ``most`` parts, or fewer if these are short."""
+    parts = max(1, min(most, PARTS, size * arrays // PART))
+    return [part * size // parts for part in range(parts + 1)]
 
 
 @cache
