@@ -28,8 +28,10 @@ IntArray = npt.NDArray[np.int64]
 TILE = 4  # rows and columns of a tile: its 16 sums and 8 factors fit in the vector registers
 PARTS = 32  # independent tasks, at most
 PARTS_BYTES = 32 * 2**20  # of all parts' sums together, at most
-WIDTH = 1024  # entries of each row that are multiplied before moving on: the pieces of 200 rows fit in a 1 MB cache
-FEW_ROWS, FEW_ROWS_WIDTH, MANY_ROWS_WIDTH = 16, 128, 4096  # of a weighted sum: the prefetcher follows few rows at once
+PART = 2**19  # entries of all arrays together in a part, at least: starting one takes as long as reading a few thousand
+FEW_ROWS = 16
+FEW_ROWS_WIDTH, WIDTH = 256, 1024  # entries of a piece, for products: 16 rows fit in the L1 cache, 200 in 1 MB
+FEW_ROWS_SPAN, SPAN = 128, 4096  # the same for a weighted sum: the prefetcher follows few rows at once
 
 
 def products(rows: Sequence[Vector], columns: Sequence[Vector]) -> FloatArray:
@@ -42,13 +44,17 @@ def products(rows: Sequence[Vector], columns: Sequence[Vector]) -> FloatArray:
     count, like = len(rows), np.empty(0, rows[0].dtype)
     addresses = _addresses([*rows, *columns])  # the last tile of rows is filled up with columns
     shape = count + -count % TILE, len(addresses)
-    sums = np.zeros((max(1, min(PARTS, PARTS_BYTES // (8 * shape[0] * shape[1]))), *shape))
-    cuts = _cuts(rows[0].size, len(sums))
+    cuts = _cuts(rows[0].size, len(addresses), PARTS_BYTES // (8 * shape[0] * shape[1]))
+    sums = np.zeros((len(cuts) - 1, *shape))
     _compile(rows[0].dtype)
-    on_all_cores(lambda part: _add_products(addresses, cuts[part], cuts[part + 1], like, sums[part]), range(len(sums)))
-    total = sums.sum(axis=0)[:count, : count + len(columns)]
-    gram = np.triu(total[:, :count]) + np.triu(total[:, :count], 1).T
-    return np.hstack([gram, total[:, count:]])
+    own = count + len(columns)
+    on_all_cores(
+        lambda part: _add_products(addresses, own, cuts[part], cuts[part + 1], like, sums[part]), range(len(sums))
+    )
+    total: FloatArray = sums.sum(axis=0)[:count, :own]
+    gram = total[:, :count]  # zero below the diagonal
+    gram += np.tril(gram.T, -1)
+    return total
 
 
 def combine(base: Vector, rows: Sequence[Vector], weights: FloatArray, result: Vector) -> None:
@@ -62,9 +68,9 @@ def combine(base: Vector, rows: Sequence[Vector], weights: FloatArray, result: V
     addresses = _addresses([*rows, base])
     factors = np.zeros(len(addresses))
     factors[: len(rows) + 1] = [*weights, 1]
-    cuts, flat = _cuts(base.size, PARTS), result.reshape(-1)
+    cuts, flat = _cuts(base.size, len(addresses)), result.reshape(-1)
     _compile(base.dtype)
-    on_all_cores(lambda part: _write_sum(addresses, factors, cuts[part], cuts[part + 1], flat), range(PARTS))
+    on_all_cores(lambda part: _write_sum(addresses, factors, cuts[part], cuts[part + 1], flat), range(len(cuts) - 1))
 
 
 def _addresses(arrays: Sequence[Vector]) -> IntArray:
@@ -73,9 +79,10 @@ def _addresses(arrays: Sequence[Vector]) -> IntArray:
     return np.array(addresses + addresses[-1:] * (-len(arrays) % TILE), np.int64)
 
 
-def _cuts(size: int, parts: int) -> IntArray:
-    """Return (parts + 1,): where ``size`` entries are cut into parts."""
-    return np.arange(parts + 1) * size // parts
+def _cuts(size: int, arrays: int, most: int = PARTS) -> list[int]:
+    """Return where the ``size`` entries of each of some arrays are cut into ``most`` parts, or fewer if these are short."""
+    parts = max(1, min(most, PARTS, size * arrays // PART))
+    return [part * size // parts for part in range(parts + 1)]
 
 
 @cache
@@ -83,7 +90,7 @@ def _compile(dtype: np.dtype[Any]) -> None:
     """Compile the kernels for this dtype, or load them from disk, before several threads need them."""
     with announced("inner products and weighted sums of large arrays (a few seconds)"):
         vector = np.zeros(1, dtype)
-        _add_products(_addresses([vector]), 0, 1, vector[:0], np.zeros((TILE, TILE)))
+        _add_products(_addresses([vector]), 1, 0, 1, vector[:0], np.zeros((TILE, TILE)))
         _write_sum(_addresses([vector]), np.zeros(TILE), 0, 1, vector)
 
 
@@ -109,37 +116,44 @@ def _four(addresses: IntArray, first: int, offset: int, width: int, like: Vector
 
 
 @compiled
-def _add_products(addresses: IntArray, start: int, stop: int, like: Vector, sums: FloatArray) -> None:
+def _add_products(addresses: IntArray, own: int, start: int, stop: int, like: Vector, sums: FloatArray) -> None:
     """Add to ``sums`` the products of the arrays' entries from start to stop, for tiles on and above the diagonal.
 
-    ``like`` is an empty array of the arrays' dtype. All tiles of one piece are done before the next piece is read, so
-    each entry comes from memory once and from the cache after that.
+    The first ``own`` addresses are of different arrays, ``like`` is an empty array of their dtype. All tiles of one
+    piece are done before the next piece is read, so each entry comes from memory once and from the cache after that.
     """
-    for begin in range(start, stop, WIDTH):
-        width, offset = min(WIDTH, stop - begin), begin * like.itemsize
+    span = FEW_ROWS_WIDTH if len(addresses) <= FEW_ROWS else WIDTH
+    for begin in range(start, stop, span):
+        width, offset = min(span, stop - begin), begin * like.itemsize
         for row in range(0, len(sums), TILE):
-            _add_corner(addresses, row, offset, width, like, sums)
+            _add_corner(addresses, row, offset, width, like, sums, row + TILE <= own)
             for column in range(row + TILE, len(addresses), TILE):
-                _add_tile(addresses, row, column, offset, width, like, sums)
+                _add_tile(addresses, row, column, offset, width, like, sums, column + TILE <= own)
 
 
 @inner
-def _add_tile(addresses: IntArray, i: int, j: int, offset: int, width: int, like: Vector, sums: FloatArray) -> None:
-    """Add to ``sums`` the products of arrays i to i + 3 with arrays j to j + 3.
+def _add_tile(
+    addresses: IntArray, i: int, j: int, offset: int, width: int, like: Vector, sums: FloatArray, full: bool
+) -> None:
+    """Add to ``sums`` the products of arrays i to i + 3 with arrays j to j + 3, or j + 2 unless ``full``.
 
     Sixteen sums for eight loads: with smaller tiles the loads would be the limit. The sums are separate variables, and
-    the loop counts from zero, so that LLVM keeps each of them in a vector register.
+    the loop counts from zero, so that LLVM keeps each of them in a vector register. It makes two loops of the one here,
+    with and without what depends on ``full``.
     """
     a0, a1, a2, a3 = _four(addresses, i, offset, width, like)
     b0, b1, b2, b3 = _four(addresses, j, offset, width, like)
     s00 = s01 = s02 = s03 = s10 = s11 = s12 = s13 = s20 = s21 = s22 = s23 = s30 = s31 = s32 = s33 = 0.0
     for x in range(width):
         p0, p1, p2, p3 = np.float64(a0[x]), np.float64(a1[x]), np.float64(a2[x]), np.float64(a3[x])
-        q0, q1, q2, q3 = np.float64(b0[x]), np.float64(b1[x]), np.float64(b2[x]), np.float64(b3[x])
-        s00, s01, s02, s03 = s00 + p0 * q0, s01 + p0 * q1, s02 + p0 * q2, s03 + p0 * q3
-        s10, s11, s12, s13 = s10 + p1 * q0, s11 + p1 * q1, s12 + p1 * q2, s13 + p1 * q3
-        s20, s21, s22, s23 = s20 + p2 * q0, s21 + p2 * q1, s22 + p2 * q2, s23 + p2 * q3
-        s30, s31, s32, s33 = s30 + p3 * q0, s31 + p3 * q1, s32 + p3 * q2, s33 + p3 * q3
+        q0, q1, q2 = np.float64(b0[x]), np.float64(b1[x]), np.float64(b2[x])
+        s00, s01, s02 = s00 + p0 * q0, s01 + p0 * q1, s02 + p0 * q2
+        s10, s11, s12 = s10 + p1 * q0, s11 + p1 * q1, s12 + p1 * q2
+        s20, s21, s22 = s20 + p2 * q0, s21 + p2 * q1, s22 + p2 * q2
+        s30, s31, s32 = s30 + p3 * q0, s31 + p3 * q1, s32 + p3 * q2
+        if full:
+            q3 = np.float64(b3[x])
+            s03, s13, s23, s33 = s03 + p0 * q3, s13 + p1 * q3, s23 + p2 * q3, s33 + p3 * q3
     tile = (s00, s01, s02, s03), (s10, s11, s12, s13), (s20, s21, s22, s23), (s30, s31, s32, s33)
     for row, values in enumerate(tile):
         for column, value in enumerate(values):
@@ -147,16 +161,19 @@ def _add_tile(addresses: IntArray, i: int, j: int, offset: int, width: int, like
 
 
 @inner
-def _add_corner(addresses: IntArray, i: int, offset: int, width: int, like: Vector, sums: FloatArray) -> None:
+def _add_corner(
+    addresses: IntArray, i: int, offset: int, width: int, like: Vector, sums: FloatArray, full: bool
+) -> None:
     """Add to ``sums`` the products of arrays i to i + 3 with each other: ten of the sixteen of a tile on the diagonal."""
     a0, a1, a2, a3 = _four(addresses, i, offset, width, like)
     s00 = s01 = s02 = s03 = s11 = s12 = s13 = s22 = s23 = s33 = 0.0
     for x in range(width):
-        p0, p1, p2, p3 = np.float64(a0[x]), np.float64(a1[x]), np.float64(a2[x]), np.float64(a3[x])
-        s00, s01, s02, s03 = s00 + p0 * p0, s01 + p0 * p1, s02 + p0 * p2, s03 + p0 * p3
-        s11, s12, s13 = s11 + p1 * p1, s12 + p1 * p2, s13 + p1 * p3
-        s22, s23 = s22 + p2 * p2, s23 + p2 * p3
-        s33 += p3 * p3
+        p0, p1, p2 = np.float64(a0[x]), np.float64(a1[x]), np.float64(a2[x])
+        s00, s01, s02 = s00 + p0 * p0, s01 + p0 * p1, s02 + p0 * p2
+        s11, s12, s22 = s11 + p1 * p1, s12 + p1 * p2, s22 + p2 * p2
+        if full:
+            p3 = np.float64(a3[x])
+            s03, s13, s23, s33 = s03 + p0 * p3, s13 + p1 * p3, s23 + p2 * p3, s33 + p3 * p3
     tile = (s00, s01, s02, s03), (0.0, s11, s12, s13), (0.0, 0.0, s22, s23), (0.0, 0.0, 0.0, s33)
     for row, values in enumerate(tile):
         for column, value in enumerate(values):
@@ -166,7 +183,7 @@ def _add_corner(addresses: IntArray, i: int, offset: int, width: int, like: Vect
 @compiled
 def _write_sum(addresses: IntArray, weights: FloatArray, start: int, stop: int, result: Vector) -> None:
     """Write ``Σ weights · arrays`` into ``result`` from start to stop; a piece is written after it was read."""
-    span = FEW_ROWS_WIDTH if len(addresses) <= FEW_ROWS else MANY_ROWS_WIDTH
+    span = FEW_ROWS_SPAN if len(addresses) <= FEW_ROWS else SPAN
     sums = np.empty(span)
     for begin in range(start, stop, span):
         width, offset = min(span, stop - begin), begin * result.itemsize

@@ -51,6 +51,8 @@ def _span(leaf: Array) -> tuple[int, int]:
     """Return the addresses of an array's first byte and of the one after its last; (0, 0) for JAX, which never shares."""
     if isinstance(leaf, np.ndarray):
         start, strides = leaf.ctypes.data, leaf.strides
+        if leaf.flags.c_contiguous:
+            return start, start + leaf.nbytes
     elif hasattr(leaf, "data_ptr"):
         start, strides = leaf.data_ptr(), tuple(step * leaf.dtype.itemsize for step in leaf.stride())
     else:

@@ -48,7 +48,9 @@ class SentVectors:
     @cached_property
     def factors(self) -> FloatArray:
         """What to multiply each vector with."""
-        longer = (self.relative_norms > self.limit) & bool(self.limit)
+        if not self.limit or not self.norms.any():
+            return np.ones(len(self.norms))
+        longer = self.relative_norms > self.limit
         return np.divide(self.limit, self.relative_norms, out=np.ones(len(self.norms)), where=longer)
 
     def without(self, excluded: Collection[Name]) -> SentVectors:
@@ -159,8 +161,10 @@ def screen(
     Rows without a name, such as the server's own, are used as they are.
     """
     groups = _groups(vectors, update_norms, measured, rest, defences, scale_free, scratch)
-    excluded = _excluded(vectors, groups) if defences.outlier else {}
-    groups = [group.without(excluded) for group in groups]
+    sent = [group for group in groups if group.norms.any()]  # often most are empty
+    excluded = _excluded(vectors, sent) if defences.outlier else {}
+    if excluded:
+        groups = sent = [group.without(excluded) for group in groups]
     updates, gradients, differences, own, others = groups
     devices, probing = vectors.names.devices, vectors.names.probes
     kept = _used(updates.names, excluded, len(update_norms))
@@ -169,7 +173,7 @@ def screen(
     samples, weights = np.where(kept[: len(devices)], vectors.samples, 0), vectors.probe_weights
     weights = None if weights is None else np.where(probes, weights, 0)
     most, named_from = defences.max_samples, defences.max_samples if weighs else defences.outlier or np.inf
-    notes = [note for group in groups for note in group.clipped.items()] + list(unused.items())
+    notes = [note for group in sent for note in group.clipped.items()] + list(unused.items())
     notes += _caps(devices, samples, most, named_from) + _caps(probing, weights, most, most)
     return Screened(
         names=devices,
@@ -205,7 +209,7 @@ def _groups(
         kind: str, owners: Sequence[Name], rows: Sequence[Leaves], leaves: Sequence[str], limit: float
     ) -> SentVectors:
         rows = rows[: len(owners)]
-        norms = norms_of(rows, leaves, scratch) if leaves and defences != OFF else np.zeros(len(rows))
+        norms = norms_of(rows, leaves, scratch) if rows and leaves and defences != OFF else np.zeros(len(rows))
         return SentVectors(kind, owners[: len(rows)], rows, leaves, norms, limit, defences.outlier)
 
     owners, outlier = [*names.devices, *names.pool], 0 if scale_free else defences.outlier
