@@ -23,6 +23,7 @@ PUBLISHED = MemorySettings(  # the prototype's directions and constants
     scaled_gradient=False,
     least_trust=0.1,
     anchor=0.3,
+    near=0,
     growth=8,
     trust_growth=2,
     evidence_decay=0,

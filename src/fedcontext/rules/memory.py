@@ -45,7 +45,8 @@ class MemorySettings:
     reach: float = 3.0  # the model's minimiser is cut to reach x trust x R, R the larger of ‖d‖ and its running mean
     momentum: float = 0.8  # largest multiple of the previous step
     restart: float = 2.0  # momentum is multiplied by min(1, restart x (1 - e)), e the evidence on the last step alone
-    anchor: float = 0.6  # first limit of ‖step - d‖ / R
+    anchor: float = 0.6  # first limit of ‖step - d‖ / ‖d‖, or / R
+    near: float = 1.0  # largest anchor that is relative to ‖d‖; larger ones are relative to R
     growth: float = 16.0  # largest factor by which evidence can change that limit in one round; it scales `trial` too
     trust_growth: float = 4.0  # the same for trust
     evidence_decay: float = 0.3  # share of the past rounds' evidence that a round keeps: a single round's is noisy
@@ -191,7 +192,8 @@ def memory_step(
         believed = settings.secant * max(0.0, bend) / (norm(y) * lengths[PREVIOUS])  # 1 where y is along s: a parabola
         ahead = min(believed * _steps_ahead(on_steps), settings.stretch)
         most, anchor = max(settings.trial * settings.growth**-on_steps, ahead) * lengths[MEAN], max(anchor, ahead)
-    deviation = _shortened(_shortened(_combined(x, unit), limit) - d, min(most, anchor * reference))
+    most = min(most, anchor * (reference if anchor > settings.near else lengths[MEAN]))
+    deviation = _shortened(_shortened(_combined(x, unit), limit) - d, most)
     if norm(deviation) <= ROUNDING * reference:
         deviation = np.zeros_like(d)  # rounding errors are no evidence for the anchor
     contradicting = memory.contradicting + sums.contradicting
