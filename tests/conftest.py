@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from importlib.util import find_spec
 
@@ -24,6 +25,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
         for dtype in (np.float32, np.float64):
             SoftmaxNumba(load_dataset("synthetic-iid"), dtype)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from looking through all modules and tests again and again: they stay to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
