@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from importlib.util import find_spec
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from fedcontext.datasets import FederatedData, federate, files, iid, load_dataset
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # PyTorch's threads would spin on the core of the other worker
 collect_ignore_glob = ["flower/quickstart_images/*"]  # an app with a module of the same name as the other's
 
 settings.register_profile("fedcontext", deadline=None, suppress_health_check=[HealthCheck.too_slow])
