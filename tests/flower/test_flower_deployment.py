@@ -133,6 +133,7 @@ def works(node: subprocess.Popen) -> bool:
 
 def test_flowers_simulation_agrees_with_the_simulator_and_repeats_itself_to_the_bit(tmp_path: Path) -> None:
     ray = Federation(tmp_path)
+    ray.env |= fast_flower.short_intervals(tmp_path / "fast")
     (tmp_path / "home" / "config.toml").write_text(
         f'[superlink.local]\naddress = "127.0.0.1:{ray.port}"\ninsecure = true\n'
     )
