@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 from importlib.util import find_spec
 
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from fedcontext.datasets import FederatedData, federate, files, iid, load_dataset
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # PyTorch's threads would spin on the core of the other worker
 collect_ignore_glob = ["flower/quickstart_images/*"]  # an app with a module of the same name as the other's
 
 settings.register_profile("fedcontext", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -24,6 +27,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
         for dtype in (np.float32, np.float64):
             SoftmaxNumba(load_dataset("synthetic-iid"), dtype)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from looking through all modules and tests again and again: they stay to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

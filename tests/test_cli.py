@@ -165,7 +165,7 @@ def test_a_file_overrides_a_preset_and_options_override_both(tmp_path):
 
 @pytest.mark.parametrize("algorithm", fc.ALGORITHMS)
 def test_a_setting_is_refused_exactly_where_it_has_no_effect(algorithm):
-    usual = {"dataset": "synthetic-iid", "rounds": 3, "epochs": 2, "probes": 5, "pool": 3, "engine": "reference"}
+    usual = {"dataset": "synthetic-iid", "rounds": 3, "epochs": 2, "probes": 5, "pool": 3}
     others = {"mu": 2.0, "smoothness": 3.0, "server_momentum": 0.3, "liars": 0.1, "probes": 10, "pool": 5}
 
     def losses(**changed):

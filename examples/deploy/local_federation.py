@@ -145,9 +145,8 @@ class Federation:
 
 
 @contextlib.contextmanager
-def federation(at: Path, nodes: int) -> Iterator[Federation]:
-    """Yield a federation of ``nodes`` registered SuperNodes, and stop it on exit."""
-    local = Federation(at)
+def running(local: Federation, nodes: int) -> Iterator[Federation]:
+    """Start a federation with ``nodes`` registered SuperNodes, yield it, and stop it on exit."""
     try:
         local.start_superlink()
         for k in range(nodes):
@@ -245,7 +244,7 @@ def main() -> None:
     args = parser.parse_args()
     with contextlib.ExitStack() as stack:
         at = args.at or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        local = stack.enter_context(federation(at, args.nodes))
+        local = stack.enter_context(running(Federation(at), args.nodes))
         print(f"SuperLink on port {local.port}, {args.nodes} SuperNodes; logs in {local.at}")
         run = local.start_run(
             num_server_rounds=args.rounds,

@@ -9,6 +9,7 @@ import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import fast_flower
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 from fedcontext_app import server_app, task
 from flower_grid import MemoryGrid
 from flwr.app import Context, RecordDict
-from local_federation import APP, Federation, federation, listens, wait_until
+from local_federation import APP, Federation, listens, running, wait_until
 
 import fedcontext as fc
 from fedcontext import checkpoint
@@ -41,14 +42,29 @@ def in_this_process(at: Path, **settings: object) -> tuple[np.ndarray, list[fc.R
     return model(at / "here.st"), fc.read_run(at / "here.jsonl")[1]
 
 
+class FastFederation(Federation):
+    """Client apps of the first two nodes are forked from a process that has imported Flower, which saves most of the time.
+
+    All others start as in a deployment, in the process group of their SuperNode.
+    """
+
+    def start_superlink(self) -> None:
+        if not hasattr(self, "forking"):
+            deployed = self.env["PATH"]
+            wait_until(fast_flower.prepare(self).exists, "client apps can be forked")
+            self.forking, self.env["PATH"] = self.env["PATH"], deployed
+        super().start_superlink()
+
+    def start_supernode(self, partition: int, partitions: int, key: Path) -> subprocess.Popen:
+        with mock.patch.dict(self.env, {"PATH": self.forking} if partition < 2 else {}):
+            return super().start_supernode(partition, partitions, key)
+
+
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
     at = tmp_path_factory.mktemp("federation")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in fast_flower.short_intervals(at / "fast").items():
-            patch.setenv(name, value)
-        with federation(at, 3) as running:
-            yield running
+    with running(FastFederation(at), 3) as local:
+        yield local
     shutil.rmtree(at, ignore_errors=True)  # private keys
 
 
@@ -117,6 +133,7 @@ def works(node: subprocess.Popen) -> bool:
 
 def test_flowers_simulation_agrees_with_the_simulator_and_repeats_itself_to_the_bit(tmp_path: Path) -> None:
     ray = Federation(tmp_path)
+    ray.env |= fast_flower.short_intervals(tmp_path / "fast")
     (tmp_path / "home" / "config.toml").write_text(
         f'[superlink.local]\naddress = "127.0.0.1:{ray.port}"\ninsecure = true\n'
     )
