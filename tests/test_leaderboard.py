@@ -137,6 +137,15 @@ def test_relative_levels_are_shares_of_fedavgs_accuracy_on_the_same_seeds(tmp_pa
     assert made.levels == pytest.approx([sum(final) / 4, sum(final) / 2], abs=1e-4)
 
 
+def test_rows_of_another_machine_are_kept_beside_new_ones_at_the_same_levels(tmp_path):
+    task = Task("relative", "nonconvex", TINY, (0.5, 1.0), relative=True)
+    (before,) = board.compete([task], [FEDAVG], tmp_path, tuning=(100,), seeds=(0, 1))
+    before = replace(before, levels=[level - 0.01 for level in before.levels])  # as if FedAvg had done worse there
+    (made,) = board.compete([task], [MEMORY], tmp_path, tuning=(100,), seeds=(0, 1), earlier=[before])
+    assert made.levels == before.levels
+    assert set(merge([before], [made])[0].rows) == {"fedavg", MEMORY.name}
+
+
 def test_a_candidate_that_diverges_is_not_chosen_and_does_not_stop_the_others(tmp_path):
     wild = Entrant("wild", {"algorithm": "fedavg"}, {"server_learning_rate": (1e300, "default")})
     (made,) = board.compete([TASK], [wild], tmp_path, tuning=(100,), seeds=(0,))

@@ -75,6 +75,7 @@ def leaderboard(
     path = out_dir / "results.json"
     given = {"quick": quick, "group": group, "tasks": tasks, "entrants": entrants, "device": device, "docs": docs}
     with interruptible(out_dir, REUSED), lock(path):
+        earlier = results.read_results(path) if path.exists() and not quick else []
         made = board.compete(
             chosen,
             rivals,
@@ -83,9 +84,10 @@ def leaderboard(
             tuning=tuning,
             seeds=seeds,
             progress=lambda title, rounds: progress(title, rounds, quiet),
+            earlier=earlier,
         )
         made = [replace(each, commands=[command_line("leaderboard", given)]) for each in made]
-        merged = results.merge(results.read_results(path) if path.exists() and not quick else [], made)
+        merged = results.merge(earlier, made)
         results.write_results(merged, path)
     page = document(merged, results.commands_of(merged))
     write_text(out_dir / "leaderboard.md", page)

@@ -81,23 +81,32 @@ def compete(
     tuning: Sequence[int] = TUNING_SEEDS,
     seeds: Sequence[int] = TEST_SEEDS,
     progress: Progress = no_progress,
+    earlier: Sequence[TaskResult] = (),
 ) -> list[TaskResult]:
     """Return the results of every task: entrants tuned on the tuning seeds, then run on the test seeds.
 
     Records go to ``out``; finished ones are reused when this is called again. ``progress`` is called with a title and
-    the number of rounds to run, and yields the callback of every round.
+    the number of rounds to run, and yields the callback of every round. Tasks keep the accuracy levels that they have in
+    ``earlier`` results: those relative to FedAvg's accuracy differ slightly between machines, and rows must be comparable.
     """
     if shared := set(tuning) & set(seeds):
         raise FedcontextError(f"tuning seeds and test seeds must differ, both contain {sorted(shared)}")
     run_with_progress("tuning", all_tuning_experiments(tasks, entrants, tuning), out, jobs, progress)
     run_with_progress("test", all_test_experiments(tasks, entrants, tuning, seeds, out), out, jobs, progress)
-    return [_task_result(task, entrants, out, tuning, seeds) for task in tasks]
+    kept = {(each.task, each.rounds): each.levels for each in earlier if list(each.seeds) == list(seeds)}
+    levels = [kept.get((task.name, task.rounds)) or levels_of(task, seeds, out) for task in tasks]
+    return [_task_result(*pair, entrants, out, tuning, seeds) for pair in zip(tasks, levels, strict=True)]
 
 
 def _task_result(
-    task: Task, entrants: Sequence[Entrant], out: Path, tuning: Sequence[int], seeds: Sequence[int]
+    task: Task,
+    levels: Sequence[float],
+    entrants: Sequence[Entrant],
+    out: Path,
+    tuning: Sequence[int],
+    seeds: Sequence[int],
 ) -> TaskResult:
-    levels, rows = levels_of(task, seeds, out), {}
+    rows = {}
     for entrant in entrants_of(task, entrants):
         settings = tune(task, entrant, tuning, out)
         runs = [records_of(task.experiment(settings, seed), out) for seed in seeds_of(entrant, seeds)]
