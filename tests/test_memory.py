@@ -140,8 +140,44 @@ def test_the_first_step_goes_to_the_minimum_that_the_devices_slopes_show(remaini
     assert memory.trust == pytest.approx(multiple)
 
 
-def test_three_lying_devices_of_ten_cannot_lengthen_the_first_step():
-    assert first_round([1 - 1e-12] * 3 + [0.0] * 7)[0] == 1
+@pytest.mark.parametrize(("liars", "others"), [(3, 0.0), (3, 0.2), (2, 0.3), (1, 0.37)])
+def test_lying_devices_lengthen_the_first_step_by_no_more_than_is_stated(liars, others):
+    taken = first_round([1 - 1e-12] * liars + [others] * (10 - liars))[0]
+    bound = 10 / ((10 - liars) * (1 - others) + liars / 8)
+    assert taken == pytest.approx(bound if bound > 1.6 else 1)
+
+
+def test_partial_sums_add_up_to_the_same_first_step():
+    parts = [Sums(2), Sums(2)]
+    for part, share in zip(parts, (0.9, 0.7), strict=True):
+        part.add_update(np.ones(2), share)
+        part.add_probe(np.ones(2))
+    total = parts[0] + parts[1]
+    assert total.distance_to_minimum == pytest.approx(2 / (0.125 + 0.3))
+    assert Sums(2, devices=3).distance_to_minimum == 1  # nothing reported
+
+
+@pytest.mark.parametrize("value", [None, "0.5x", float("nan"), [0.5], 10**400])
+def test_a_streamed_update_with_an_unusable_slope_counts_as_one_without(value):
+    plain, odd = fc.StreamedRound(np.zeros(2)), fc.StreamedRound(np.zeros(2))
+    plain.add_update(np.ones(2))
+    odd.add_update(np.ones(2), remaining_slope=value)
+    assert vars(odd.sums)["remaining"] == vars(plain.sums)["remaining"] == 0
+    assert odd.sums.devices == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_small_deviations_are_limited_relative_to_the_present_mean_update(seed):
+    problem, w, last, memory, shorter = Quadratic(seed), np.zeros(60), None, None, 0
+    for number in range(12):
+        _, updates, gradients, differences = problem.round(w, last)
+        sums = summed(updates * 0.7**number, gradients, differences)  # shorter than their running mean
+        step, memory, info = memory_step(sums, memory, MemorySettings(largest=1), population=40)
+        d = sums.mean_update
+        assert np.linalg.norm(step - d) <= info["anchor"] * np.linalg.norm(d) * (1 + 1e-9)
+        shorter += np.linalg.norm(d) < 0.8 * memory.length
+        last, w = w, w + step
+    assert shorter > 5
 
 
 def test_the_first_step_is_fedavgs_where_no_deviation_is_allowed():
@@ -177,12 +213,12 @@ def test_the_first_step_of_a_simulation_is_longer_where_the_learning_rate_is_far
 def test_remaining_slopes_are_one_number_a_device_and_none_can_do_harm():
     w, updates, gradients = np.zeros(2), {"a": np.ones(2), "b": -np.ones(2) / 2}, [np.ones(2)]
     rule = fc.contextual_memory()
-    with pytest.raises(FedcontextError, match="remaining must hold 2 numbers, got 1"):
-        fc.aggregate(w, updates, gradients=gradients, rule=rule, remaining=[0.5])
-    with pytest.raises(FedcontextError, match="remaining: the names must be those of the devices"):
-        fc.aggregate(w, updates, gradients=gradients, rule=rule, remaining={"a": 0.5, "c": 0.5})
+    with pytest.raises(FedcontextError, match="remaining_slopes must hold 2 numbers, got 1"):
+        fc.aggregate(w, updates, gradients=gradients, rule=rule, remaining_slopes=[0.5])
+    with pytest.raises(FedcontextError, match="remaining_slopes: the names must be those of the devices"):
+        fc.aggregate(w, updates, gradients=gradients, rule=rule, remaining_slopes={"a": 0.5, "c": 0.5})
     for value in (0.9, np.nan, 1e308, "text", None):
-        result = fc.aggregate(w, updates, gradients=gradients, rule=rule, remaining={"b": value, "a": 0.0})
+        result = fc.aggregate(w, updates, gradients=gradients, rule=rule, remaining_slopes={"b": value, "a": 0.0})
         np.testing.assert_allclose(result.params, [0.25, 0.25] if value != 0.9 else [0.25 * 2 / 1.125] * 2)
 
 

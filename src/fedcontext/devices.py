@@ -22,7 +22,7 @@ from fedcontext.measurement.defences import OFF
 from fedcontext.measurement.geometry import Report, shares
 from fedcontext.measurement.sums import flat, remaining_slope, unflat
 from fedcontext.plan import IntArray, RoundPlan, Stream
-from fedcontext.rules.base import SumRule
+from fedcontext.rules.base import SumRule, asks_remaining_slopes
 from fedcontext.state import State
 from fedcontext.variates import corrections
 
@@ -52,8 +52,9 @@ class Devices:
             population=self.data.population,
             distortions=self.coding.distortions,
             steps=self.algorithm.local.steps(samples, plan.epochs[received.cohort]).tolist(),
-            remaining=self._remaining(state, devices, updates) if asks_remaining(self.algorithm, state) else None,
         )
+        if asks_remaining_slopes(self.algorithm.rule, state.rule):
+            report = replace(report, remaining_slopes=self._remaining_slopes(state, devices, updates))
         return self._with_gradients(report, state, plan.number, devices, probes, disturbed)
 
     def _train(self, state: State, plan: RoundPlan, received: Replies) -> list[Structure]:
@@ -71,15 +72,15 @@ class Devices:
             raise work.local.divergence_error(work.devices[~finite].tolist())
         return updates
 
-    def _remaining(self, state: State, devices: IntArray, updates: Sequence[Structure]) -> list[float]:
-        """Return the share of the slope along its update that is left at the end of each device's local training."""
-        params, shares = leaves(state.params), []
+    def _remaining_slopes(self, state: State, devices: IntArray, updates: Sequence[Structure]) -> list[float]:
+        """Return the slope of each device's loss along its update after local training, as a share of that before."""
+        params, slopes = leaves(state.params), []
         for row, before in enumerate(map(leaves, self.engine.gradients(state.params, devices))):
             update, names = leaves(updates[row]), list(before)
             trained = rebuild(state.params, {name: leaf + update[name] for name, leaf in params.items()})
             (after,) = self.engine.gradients(trained, devices[row : row + 1])
-            shares.append(remaining_slope(*(flat(each, names) for each in (update, before, leaves(after)))))
-        return shares
+            slopes.append(remaining_slope(*(flat(each, names) for each in (update, before, leaves(after)))))
+        return slopes
 
     def work(self, state: State, plan: RoundPlan, cohort: IntArray, pool: IntArray) -> Work:
         """Return the work of devices at these positions of a plan."""
@@ -120,11 +121,6 @@ class Devices:
             exact = [_difference(now, then) for now, then in zip(gradients, before, strict=True)]
             differences = _decoded(exact, self.coding.difference, devices, (seed, number, Stream.DIFFERENCE_CODE))
         return _decoded(gradients, self.coding.gradient, devices, (seed, number, Stream.GRADIENT_CODE)), differences
-
-
-def asks_remaining(algorithm: Algorithm, state: State) -> bool:
-    """Return whether devices report the remaining slopes along their updates: in the first round, if the rule uses them."""
-    return "remaining slopes" in algorithm.rule.needs and state.rule is None
 
 
 def _decoded(

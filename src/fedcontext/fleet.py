@@ -112,15 +112,15 @@ def replies(
     probe: ProbeCost | None = None,
     own_gradients: bool = False,
     state_bytes: int = 0,
-    passes: int = 0,
+    cohort_passes: int = 0,
     deadline: float | None = None,
 ) -> Replies:
     """Return whose replies arrive before ``deadline``, and what the round cost.
 
     A device sends one reply: its update, its gradient or both. Where more devices train than wanted, the first to reply are
     kept. ``probe`` is the cost of a gradient (by default one pass, and one model sent), ``own_gradients`` asks the whole
-    cohort for gradients too, ``state_bytes`` go to every device that trains beside the params, and it makes so many ``passes``
-    over its data beside its epochs.
+    cohort for gradients too, and ``state_bytes`` go to every device that trains beside the params. ``cohort_passes`` are
+    passes of the cohort over its data in addition to its epochs.
 
     >>> from fedcontext.plan import plan_round
     >>> plan, fleet = plan_round(0, 1, 50, over_select=0.5), make_fleet(PROFILES["edge"], 50, seed=0)
@@ -136,10 +136,10 @@ def replies(
     both, pool_both = np.isin(plan.devices, plan.probes) | own_gradients, np.isin(plan.pool, plan.probes)
 
     def trained(devices: IntArray, epochs: IntArray, probing: BoolArray) -> FloatArray:
-        work, sent = epochs + passes + probing * probe.passes, 2 * model_bytes + state_bytes + probing * probe_bytes
-        return fleet.seconds(devices, work * samples[devices], sent)
+        passes, sent = epochs + probing * probe.passes, 2 * model_bytes + state_bytes + probing * probe_bytes
+        return fleet.seconds(devices, passes * samples[devices], sent)
 
-    arrivals = trained(plan.devices, plan.epochs, both)
+    arrivals = trained(plan.devices, plan.epochs + cohort_passes, both)
     pool_arrivals = trained(plan.pool, plan.pool_epochs, pool_both)
     probe_arrivals = fleet.seconds(plan.probes, probe.passes * samples[plan.probes], model_bytes + probe_bytes)
 

@@ -13,7 +13,7 @@ from fedcontext.algorithms import Algorithm
 from fedcontext.arrays.tree import Leaves, Structure, leaves, size_of, trained_leaves
 from fedcontext.coding import Coding
 from fedcontext.datasets import FederatedData
-from fedcontext.devices import Devices, asks_remaining
+from fedcontext.devices import Devices
 from fedcontext.engines.base import Engine, Work
 from fedcontext.errors import FedcontextError, shown
 from fedcontext.experiment import Experiment
@@ -25,6 +25,7 @@ from fedcontext.measurement.geometry import Name, Report
 from fedcontext.oracle import oracle_aggregation
 from fedcontext.plan import RoundPlan, plan_round
 from fedcontext.records import RoundRecord, round_record
+from fedcontext.rules.base import asks_remaining_slopes
 from fedcontext.state import State, changes_step, server_step
 from fedcontext.variates import initial_state
 
@@ -132,7 +133,7 @@ class Simulation:
             probe=self.coding.cost(size, model_bytes, state.previous is not None and "differences" in needs),
             own_gradients="own gradients" in needs,
             state_bytes=sum(leaf.nbytes for leaf in sent),
-            passes=2 * asks_remaining(self.algorithm, state),
+            cohort_passes=2 * asks_remaining_slopes(self.algorithm.rule, state.rule),
             deadline=self.experiment.deadline or None,
         )
 

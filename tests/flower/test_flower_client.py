@@ -31,6 +31,8 @@ RUN_CONFIG = {
     "num-server-rounds": 4,
 }
 
+START = record_of({"weight": np.zeros((2, 2), np.float32), "bias": np.zeros(2, np.float32)})
+
 
 @pytest.fixture
 def task(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
@@ -206,15 +208,36 @@ def _numpy(state: dict) -> dict:
     return {name: tensor.detach().numpy() for name, tensor in state.items()}
 
 
-def test_computing_gradients_leaves_the_random_numbers_of_training_as_they_are() -> None:
+@pytest.mark.parametrize("module", [torch.nn.Linear(2, 2), lambda: torch.nn.Linear(2, 2)], ids=["instance", "function"])
+def test_computing_gradients_leaves_the_random_numbers_of_training_as_they_are(module: object) -> None:
     data = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.zeros(8, dtype=torch.int64))
-    app = torch_client(
-        ClientApp(), torch.nn.Linear(2, 2), lambda context: torch.utils.data.DataLoader(data, shuffle=True)
-    )
-    start = record_of({"weight": np.zeros((2, 2), np.float32), "bias": np.zeros(2, np.float32)})
+    app = torch_client(ClientApp(), module, lambda context: torch.utils.data.DataLoader(data, shuffle=True))
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    reply = app(Message(RecordDict({"arrays": start}), 1, "query.gradient"), Context(1, 1, {}, RecordDict(), {}))
+    reply = app(Message(RecordDict({"arrays": START}), 1, "query.gradient"), Context(1, 1, {}, RecordDict(), {}))
     assert arrays_of(reply.content["fedcontext.gradient"])["bias"].any()
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("samples", [0, 8])
+def test_a_remaining_slope_is_reported_where_there_is_one_and_costs_no_update_where_not(samples: int) -> None:
+    inner = ClientApp()
+
+    @inner.train()
+    def _train(message: Message, context: Context) -> Message:
+        new = record_of({"weight": np.zeros((2, 2), np.float32), "bias": np.array([0.1, -0.1], np.float32)})
+        return Message(RecordDict({"arrays": new, "metrics": MetricRecord({"num-examples": 8})}), reply_to=message)
+
+    batch = (torch.ones(samples, 2), torch.zeros(samples, dtype=torch.int64))
+    app = torch_client(inner, torch.nn.Linear(2, 2), lambda context: [batch] if samples else [])
+    request = ConfigRecord({"fedcontext.request": "fedcontext.update fedcontext.remaining-slope"})
+    reply = app(
+        Message(RecordDict({"arrays": START, "config": request}), 1, "train"), Context(1, 1, {}, RecordDict(), {})
+    )
+    np.testing.assert_allclose(arrays_of(reply.content["fedcontext.update"])["bias"], [0.1, -0.1], rtol=1e-6)
+    if samples:  # cross-entropy of two classes: the slope is that of log(1 + exp(-x)), from x = 0 to 0.2
+        slope = reply.content["fedcontext.remaining-slope"]["share"]
+        assert slope == pytest.approx(2 / (1 + np.exp(0.2)), rel=1e-5)
+    else:
+        assert "fedcontext.remaining-slope" not in reply.content

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flower_grid import MemoryGrid
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ import fedcontext as fc
 from fedcontext.compression.codec import Codec
 from fedcontext.flower import ContextualStrategy, numpy_client
 from fedcontext.flower.coding import CODE, Code, read_vector
-from fedcontext.flower.protocol import DIFFERENCE, GRADIENT, LEAVES, PREVIOUS, arrays_of, record_of
+from fedcontext.flower.protocol import DIFFERENCE, GRADIENT, LEAVES, PREVIOUS, REMAINING, arrays_of, record_of
 
 SIZE = 400
 START = {"w": np.zeros(SIZE, np.float32), "steps": np.zeros((), np.int64), "mean": np.zeros(3, np.float32)}
@@ -101,7 +102,7 @@ def test_uncoded_gradients_give_the_aggregation_of_exact_vectors() -> None:
         result = fc.aggregate(
             params,
             updates,
-            remaining=[end / start for end, start in slopes],
+            remaining_slopes=[end / start for end, start in slopes],
             own_gradients=own,
             differences=[{"w": a["w"] - b["w"]} for a, b in zip(own, before, strict=True)] if before else None,
             samples=[10] * 4,
@@ -111,9 +112,48 @@ def test_uncoded_gradients_give_the_aggregation_of_exact_vectors() -> None:
             state=state,
         )
         params, previous, state = result.params, params, result.state
-        assert min(end / start for end, start in slopes) > 0.3  # enough for a longer first step
+        assert previous or min(end / start for end, start in slopes) > 0.375  # enough for a longer first step
     for name, array in arrays_of(strategy.result.arrays).items():
         np.testing.assert_allclose(array, params[name], rtol=1e-5)
+
+
+class Claiming(ClientApp):
+    """A client app whose replies claim a remaining slope, in the first round alone."""
+
+    def __init__(self, claim: object) -> None:
+        super().__init__()
+        self.claim, self.asked = claim, []
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        asked = REMAINING in str(message.content["config"]["fedcontext.request"]).split()
+        self.asked.append(asked)
+        reply = APP(message, context)
+        if REMAINING in reply.content:
+            del reply.content[REMAINING]
+        if self.claim is not None:
+            reply.content[REMAINING] = self.claim
+        return reply
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        None,
+        ConfigRecord({}),
+        ConfigRecord({"share": "0.9"}),
+        ConfigRecord({"share": [0.9]}),
+        ConfigRecord({"share": 3}),
+    ],
+)
+def test_a_remaining_slope_that_is_none_counts_as_not_known(claim: ConfigRecord | None) -> None:
+    results = []
+    for each in (ConfigRecord({"share": 0.0}), claim):
+        app = Claiming(each)
+        results.append(arrays_of(start(MemoryGrid(app, range(4)), 2).result.arrays))
+        assert app.asked[-4:] == [False] * 4  # the second round does not ask
+        assert sum(app.asked) == 4
+    for name, array in results[0].items():
+        np.testing.assert_array_equal(array, results[1][name])
 
 
 def test_a_lost_round_keeps_the_previous_params(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def aggregate(
     pool: Structures | None = None,
     population: int | None = None,
     steps: Iterable[float] | None = None,
-    remaining: Iterable[float] | None = None,
+    remaining_slopes: Iterable[float] | None = None,
     root_gradient: Structure | None = None,
     distortions: tuple[float, float] = Report.distortions,
     layers: Iterable[str | int] | None = None,
@@ -80,8 +80,9 @@ def aggregate(
             the one update of the server's own data.
         population: the total number of devices, where known.
         steps: the number of local SGD steps of each device, for `fednova`.
-        remaining: for the first round of `contextual_memory`, the slope of each device's loss along its update after local
-            training, as a share of that before: <∇F_k(w + Δₖ), Δₖ> / <∇F_k(w), Δₖ>. Where much is left the first step is longer.
+        remaining_slopes: for the first round of `contextual_memory`, the slope of each device's loss along its update after
+            local training, as a share of that before: <∇F_k(w + Δₖ), Δₖ> / <∇F_k(w), Δₖ>. Where training stopped far from
+            the minimum, the first step is longer. Later rounds and other rules do not use them.
         root_gradient: the gradient of samples that the server holds itself, for `robust_gradients` with trust.
         distortions: for `contextual_memory`, the shares of gradients and of differences that are noise of the codes in
             which they were sent: `Codec.distortion`.
@@ -116,7 +117,7 @@ def aggregate(
         differences=differences,
         population=population,
         steps=steps,
-        remaining=remaining,
+        remaining_slopes=remaining_slopes,
         root_gradient=root_gradient,
         distortions=distortions,
     )

@@ -57,12 +57,12 @@ class StreamedRound:
                 )
         self.sums = Sums(sum(map(size_of, self._leaves.values())), distortions=self.distortions)
 
-    def add_update(self, update: Structure, name: object = "update", remaining: float = 0.0) -> None:
+    def add_update(self, update: Structure, name: object = "update", remaining_slope: float = 0.0) -> None:
         """Fold in one device's update; if it cannot be used, an error names it and the sums are as before.
 
-        ``remaining`` is the share of the slope along it that is left at its end, as in `aggregate`.
+        ``remaining_slope`` is the slope along it at its end, as a share of that before, as in `aggregate`.
         """
-        self.sums.add_update(self._vector(update, name), remaining)
+        self.sums.add_update(self._vector(update, name), remaining_slope)
 
     def add_probe(self, gradient: Structure, difference: Structure | None = None, name: object = "probe") -> None:
         """Fold in one probe's gradient and its difference to the last round's."""

@@ -67,6 +67,7 @@ def validate(report: Report, base: Leaves, measured: set[str], strict: bool = Tr
 
     invalid = None if strict else dict[Name, str]()
     samples, root = _numbers("samples", report.samples, devices, invalid), report.root_gradient
+    slopes = report.remaining_slopes  # none can do harm, so they are not checked
     weighed = ["the gradient"] if report.gradient is not None else probes
     return Vectors(
         updates=checked(updates, set(base)),
@@ -78,7 +79,7 @@ def validate(report: Report, base: Leaves, measured: set[str], strict: bool = Tr
         differences=checked(differences, measured, NO_GRADIENT),
         steps=_numbers("steps", report.steps, devices, invalid, positive=True),
         names=Names(devices, probes, names_of(report.pool, "pool device "), invalid or {}),
-        remaining=_remaining(report.remaining, devices),
+        remaining_slopes=() if slopes is None else _values_of("remaining_slopes", slopes, devices),
         root_gradient=checked({} if root is None else {"the root gradient": root}, measured, NO_GRADIENT),
     )
 
@@ -318,13 +319,6 @@ def _numbers(
         also = "" if positive else " and not all zero"
         raise FedcontextError(f"{what} must be {expected}{also}, got {numbers.tolist()}")
     return numbers
-
-
-def _remaining(given: Iterable[float] | None, owners: Sequence[Name]) -> FloatArray | None:
-    """Return one number for each owner, NaN for what is none: a device can report no value that is harmful."""
-    if given is None:
-        return None
-    return np.array([_number(value) for value in _values_of("remaining", given, owners)])
 
 
 def _values_of(what: str, given: Iterable[float], owners: Sequence[Name]) -> list[Any]:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from fedcontext.arrays.numpy import NUMPY
-from fedcontext.arrays.tree import Array, FloatArray, Framework, dtype_name, flat_on_host, split_like
+from fedcontext.arrays.tree import Array, FloatArray, Framework, flat_on_host, unflat_each
 
 
 class _JAX:
@@ -39,8 +39,7 @@ class _JAX:
         return flat_on_host(arrays)
 
     def unflat(self, vector: FloatArray, like: Sequence[Array]) -> list[Array]:
-        pieces = zip(split_like(vector, like), like, strict=True)
-        return [self.from_numpy(piece, dtype_name(array), array) for piece, array in pieces]
+        return unflat_each(self, vector, like)
 
 
 def _to_host(arrays: Sequence[Array]) -> list[Array]:

@@ -15,10 +15,9 @@ from fedcontext.arrays.tree import (
     Framework,
     blocks,
     check_integers,
-    dtype_name,
     flat_on_host,
     kind_of,
-    split_like,
+    unflat_each,
 )
 
 COMPILED_FROM = 2**20  # entries of all arrays together from which the compiled sums pay for being loaded
@@ -75,8 +74,7 @@ class _NumPy:
         return flat_on_host(arrays)
 
     def unflat(self, vector: FloatArray, like: Sequence[Array]) -> list[Array]:
-        pieces = zip(split_like(vector, like), like, strict=True)
-        return [self.from_numpy(piece, dtype_name(array), array) for piece, array in pieces]
+        return unflat_each(self, vector, like)
 
 
 def _compiled_sums(arrays: Sequence[Array]) -> ModuleType | None:

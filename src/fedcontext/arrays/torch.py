@@ -17,6 +17,7 @@ from fedcontext.arrays.tree import (
     flat_on_host,
     kind_of,
     split_like,
+    unflat_each,
 )
 
 GPU_SCRATCH = 16  # times the scratch memory on a GPU, where each block costs kernel launches
@@ -68,7 +69,10 @@ class _Torch:
         return np.asarray(joined.cpu().double().numpy())
 
     def unflat(self, vector: FloatArray, like: Sequence[Array]) -> list[Array]:
+        if like[0].device.type == "cpu":
+            return unflat_each(self, vector, like)
         dtype = like[0].dtype if all(array.dtype == like[0].dtype for array in like) else torch.float64
+        # one transfer; the pieces share its memory
         pieces = zip(split_like(torch.tensor(vector, dtype=dtype, device=like[0].device), like), like, strict=True)
         return [piece.to(array.dtype) for piece, array in pieces]
 

@@ -247,6 +247,16 @@ def split_like(vector: Array, like: Sequence[Array]) -> list[Array]:
     ]
 
 
+def unflat_each(library: Framework, vector: FloatArray, like: Sequence[Array]) -> list[Array]:
+    """Return `Framework.unflat` with a copy of its own for each array.
+
+    >>> [array.dtype.name for array in unflat_each(framework(np.ones(1)), np.ones(2), [np.ones(2, np.float32)])]
+    ['float32']
+    """
+    pieces = zip(split_like(vector, like), like, strict=True)
+    return [library.from_numpy(piece, dtype_name(array), array) for piece, array in pieces]
+
+
 def size_of(array: Array) -> int:
     """Return the number of entries.
 

@@ -22,6 +22,7 @@ from fedcontext.plan import Stream, generator
 
 LARGE = 1e6  # factor of scaled updates and gradients
 CLAIM = 2.0**53  # samples that a liar claims to have
+STEEPEST = 1 - 1e-9  # remaining slope that a liar claims, which asks for the longest first step
 TRIGGER, VALUE = 20, 4.0  # the trigger of a backdoor: this value in the first twentieth of the features
 
 
@@ -249,5 +250,9 @@ def with_attacks(
         trains = [reply for reply in replies if reply.update is not None and not reply.pool]
         adversary = Adversary(honest, sum(reply.device in lying for reply in trains), seed, number, trained)
         if len(adversary.updates):
-            changed = [ATTACKS[name].lie(reply, adversary) if reply.device in lying else reply for reply in changed]
+            lie = ATTACKS[name].lie
+            changed = [
+                replace(lie(reply, adversary), remaining_slope=STEEPEST) if reply.device in lying else reply
+                for reply in changed
+            ]
     return changed

@@ -24,7 +24,7 @@ class Reply:
     difference: FloatArray | None = None  # (n,)
     samples: float = 1.0
     steps: float = 1.0
-    remaining: float = 0.0  # share of the slope along the update that is left at its end
+    remaining_slope: float = 0.0  # along the update at its end, as a share of that before
     pool: bool = False  # whether the update informs the weights only
     probe: bool = False  # whether the gradient counts as a probe's
     copy: str = ""  # tells a second reply of the same device from the first
@@ -62,7 +62,7 @@ def replies_of(report: Report, samples: Any, names: Sequence[str]) -> list[Reply
     answers = own if report.gradients is None else _mapping(report.gradients)
     differences = dict(zip(answers, report.differences or (), strict=False))
     steps = dict(zip(updates, report.steps or (), strict=False))
-    remaining = dict(zip(updates, report.remaining or (), strict=False))
+    slopes = dict(zip(updates, report.remaining_slopes or (), strict=False))
 
     def vector(structure: Structure | None) -> FloatArray | None:
         return None if structure is None else flat(leaves(structure), names)
@@ -75,7 +75,7 @@ def replies_of(report: Report, samples: Any, names: Sequence[str]) -> list[Reply
             vector(differences.get(device)),
             float(samples[device]),
             float(steps.get(device, 1)),
-            float(remaining.get(device, 0)),
+            float(slopes.get(device, 0)),
             in_pool,
             device in answers,
         )
@@ -122,7 +122,7 @@ def report_of(
         updates={reply.name: structure(reply.update, updates.get(reply.device)) for reply in cohort},
         samples=[reply.samples for reply in cohort],
         steps=[reply.steps for reply in cohort],
-        remaining=None if like.remaining is None else [reply.remaining for reply in cohort],
+        remaining_slopes=None if like.remaining_slopes is None else [reply.remaining_slope for reply in cohort],
         gradients={reply.name: structure(reply.gradient) for reply in probes} if separate else None,
         own_gradients=[structure(reply.gradient) for reply in cohort] if own else None,
         probe_weights=weights if asked is probes or "gradient" in needs else None,

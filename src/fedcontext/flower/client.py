@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -34,6 +35,7 @@ from fedcontext.flower.protocol import (
 )
 from fedcontext.measurement.sums import flat, remaining_slope
 
+log = logging.getLogger("flwr")
 Gradient: TypeAlias = Callable[[Arrays, Context], tuple[Mapping[str, Any], int]]
 Gradients: TypeAlias = Callable[[Sequence[Arrays], Context], tuple[list[Mapping[str, Any]], int]]  # at several params
 Train: TypeAlias = Callable[[Arrays, dict[str, Any], Context], tuple[Mapping[str, Any], int]]
@@ -68,8 +70,8 @@ def torch_client(
     _check_functions(app, batches, mean_loss)
 
     def gradients(several: Sequence[Arrays], context: Context) -> tuple[list[Mapping[str, Any]], int]:
-        models, samples = [loaded(params) for params in several], 0
-        with torch.random.fork_rng(devices=[]):  # a loader that shuffles must not change what training draws
+        with torch.random.fork_rng(devices=[]):  # neither new modules nor shuffling change what training draws
+            models, samples = [loaded(params) for params in several], 0
             for batch in batches(context):  # read once: all gradients are of the same data, even if it is augmented
                 inputs, labels = (part.to(device) for part in _inputs_and_labels(batch))
                 for model in models:
@@ -148,20 +150,22 @@ class GradientApp(ClientApp):
         if UPDATE in request and reply.has_content():
             _replace_weights_by_update(reply.content, params)
         if REMAINING in request and reply.has_content():
-            self._add_remaining(reply.content, params, context)
+            self._add_remaining_slope(reply.content, params, context)
         if GRADIENT in request and reply.has_content():
             self._add_gradients(reply.content, params, previous, config, context)
         return reply
 
-    def _add_remaining(self, content: RecordDict, params: Arrays, context: Context) -> None:
-        """Add to a reply with an update the share of the slope along it that is left at its end."""
-        if UPDATE not in content.array_records:
-            return
-        update = arrays_of(content.array_records[UPDATE])
-        trained = {name: np.add(array, update[name], dtype=array.dtype) for name, array in params.items()}
-        (before, after), _ = self.gradients([params, trained], context)
-        share = remaining_slope(*(flat(dict(vector), list(before)) for vector in (update, before, after)))
-        content[REMAINING] = ConfigRecord({SHARE: share})
+    def _add_remaining_slope(self, content: RecordDict, params: Arrays, context: Context) -> None:
+        """Add the slope along the update at its end, as a share of that before; a reply is usable without it."""
+        try:
+            update = arrays_of(content.array_records[UPDATE])
+            trained = {name: (array + update[name]).astype(array.dtype) for name, array in params.items()}
+            (before, after), _ = self.gradients([params, trained], context)
+            names = [name for name in before if name in update]
+            share = remaining_slope(*(flat(dict(vector), names) for vector in (update, before, after)))
+            content[REMAINING] = ConfigRecord({SHARE: share})
+        except Exception as error:
+            log.warning("no remaining slope is reported (%s: %s)", type(error).__name__, error)
 
     def _add_gradients(
         self, content: RecordDict, params: Arrays, previous: Arrays | None, config: dict[str, Any], context: Context

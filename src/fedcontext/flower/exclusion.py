@@ -170,7 +170,7 @@ def _report(replies: Sequence[Reply], aggregator: Aggregator) -> Report:
         pool={reply.task.device: reply.update for reply in replies if reply.task.group == "pool"},
         differences=[reply.difference for reply in probes if reply.difference is not None] or None,
         population=aggregator.population,
-        remaining=[reply.remaining for reply in cohort] if "remaining slopes" in rule.needs else None,
+        remaining_slopes=[r.remaining_slope for r in cohort] if "remaining slopes" in rule.needs else None,
         distortions=aggregator.distortions,
     )
 

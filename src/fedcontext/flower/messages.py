@@ -62,7 +62,7 @@ class Reply:
     gradient: Arrays | None  # None: not asked for
     difference: Arrays | None  # None: not asked for
     samples: float
-    remaining: float  # share of the slope along the update that is left at its end; 0 where it is not known
+    remaining_slope: float  # along the update at its end, as a share of that before; 0 where it is not known
     content: RecordDict
 
 
@@ -177,10 +177,10 @@ def _parse(task: Task, replies: Sequence[Message], params: Arrays, extras: Extra
     samples = metric(content, samples_key, SAMPLES)
     if not 0 < samples <= MAX_SAMPLES:
         raise FedcontextError(f"{samples_key} must be between 1 and 2**53, got {samples:g}")
-    return Reply(task, update, gradient, difference, samples, _remaining(content), content)
+    return Reply(task, update, gradient, difference, samples, _remaining_slope(content), content)
 
 
-def _remaining(content: RecordDict) -> float:
+def _remaining_slope(content: RecordDict) -> float:
     value = content.config_records.get(REMAINING, ConfigRecord()).get(SHARE)
     return value if isinstance(value, float) else 0.0
 

@@ -25,7 +25,7 @@ UPDATE = "fedcontext.update"
 PREVIOUS = "fedcontext.previous"  # the params before the last aggregation, sent where a difference is requested
 GRADIENT = "fedcontext.gradient"
 DIFFERENCE = "fedcontext.difference"  # gradient at the params minus gradient at the previous params
-REMAINING = "fedcontext.remaining"  # ConfigRecord with the share of the slope along the update that is left at its end
+REMAINING = "fedcontext.remaining-slope"  # ConfigRecord with the slope along the update at its end / that before it
 LEAVES = "fedcontext.leaves"  # ConfigRecord with the names of the leaves in a coded gradient
 IDENTITY = "fedcontext.identity"  # ConfigRecord with the node's partition-id
 # keys of a message's config
@@ -34,7 +34,7 @@ GRADIENT_CODE = "fedcontext.gradient-code"  # bits and key of the few-bit code; 
 DIFFERENCE_CODE = "fedcontext.difference-code"
 EPOCHS = "local-epochs"  # set if the strategy draws the epochs
 # keys of a reply's configs and metrics
-SHARE = "share"  # of the slope
+SHARE = "share"  # of the slope that remains
 SAMPLES = "num-examples"
 
 

@@ -28,7 +28,7 @@ from fedcontext.flower.roster import Roster, snapshot, wait_for_nodes
 from fedcontext.flower.run_log import RunLog, RunState
 from fedcontext.measurement.defences import Defences
 from fedcontext.plan import Probes
-from fedcontext.rules.base import AnyRule
+from fedcontext.rules.base import AnyRule, asks_remaining_slopes
 from fedcontext.rules.memory import contextual_memory
 from fedcontext.rules.server import ServerOptimizer
 from fedcontext.settings import integer
@@ -142,7 +142,7 @@ class ContextualStrategy(Strategy):
         log.info("configure_train: %s nodes report gradients", sum(task.gradient for task in tasks))
         previous = None if self._carried.previous is None else record_of(self._carried.previous)
         coding = coding_for(self.gradient_bits, "differences" in rule.needs, chosen == "cohort")
-        remaining = "remaining slopes" in rule.needs and self._carried.rule is None
+        remaining = asks_remaining_slopes(rule, self._carried.rule)
         extras = Extras(coding, self.seed, server_round, previous, remaining)
         content = sampled[0].content
         sent = [(task, message_for(task, content, node_of[task.device], self._timeout, extras)) for task in tasks]

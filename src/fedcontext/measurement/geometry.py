@@ -34,7 +34,7 @@ class Report:
     population: int | None = None  # total number of devices
     steps: Iterable[float] | None = None  # (K,) local SGD steps of each device
     root_gradient: Structure | None = None  # the gradient of the server's own samples
-    remaining: Iterable[float] | None = None  # (K,) slope along each update at its end, as a share of that before it
+    remaining_slopes: Iterable[float] | None = None  # (K,) slope along each update at its end / that before it
     distortions: tuple[float, float] = (0.0, 0.0)  # shares of gradients and differences that are noise of a code
 
 
@@ -121,7 +121,7 @@ class Vectors:
     steps: FloatArray | None = None  # (K,)
     names: Names = Names()
     root_gradient: Sequence[Leaves] = ()  # the server's own, or none
-    remaining: FloatArray | None = None  # (K,) any numbers: those that are not between 0 and 1 count as 0
+    remaining_slopes: Sequence[float] = ()  # K as devices reported them, unchecked, or none
 
     @property
     def probes(self) -> list[Leaves]:

@@ -36,7 +36,7 @@ class Sums:
     gradient: FloatArray = field(init=False)  # (n,) Σ gᵢ, gᵢ = ∇Fᵢ(w_t)
     difference: FloatArray = field(init=False)  # (n,) Σ yᵢ, yᵢ = ∇Fᵢ(w_t) - ∇Fᵢ(w_{t-1})
     square: FloatArray = field(init=False)  # (n,) Σ gᵢ²
-    progress: float = 0.0  # Σ of the devices' `progress`
+    remaining: float = 0.0  # Σ of the devices' remaining slopes, each as `counted_slope`
     gradient_norms: float = 0.0  # Σ ‖gᵢ‖²
     difference_norms: float = 0.0  # Σ ‖yᵢ‖²
     distortions: tuple[float, float] = (0.0, 0.0)  # shares of ‖gᵢ‖² and ‖yᵢ‖² that are noise of a code
@@ -46,10 +46,10 @@ class Sums:
         for name in ("update", "gradient", "difference", "square"):
             setattr(self, name, np.zeros(self.size))
 
-    def add_update(self, update: FloatArray, remaining: float = 0.0) -> None:
+    def add_update(self, update: FloatArray, remaining_slope: float = 0.0) -> None:
         """Fold in one device's update, and the share of the slope along it that is left at its end."""
+        self.remaining += counted_slope(remaining_slope)
         self.update += update
-        self.progress += progress(remaining)
         self.devices += 1
 
     def add_probe(self, gradient: FloatArray, difference: FloatArray | None = None) -> None:
@@ -73,7 +73,7 @@ class Sums:
             "gradient",
             "difference",
             "square",
-            "progress",
+            "remaining",
             "gradient_norms",
             "difference_norms",
             "contradicting",
@@ -93,12 +93,12 @@ class Sums:
         return self.update / self.devices
 
     @property
-    def stretch(self) -> float:
+    def distance_to_minimum(self) -> float:
         """Where the minimum along the updates is by the devices' own slopes, in lengths of the mean update: 1 to 8.
 
-        It is the harmonic mean over devices, which a few of them can change little: three of ten at most to 1.4.
+        On a parabola it is 1 / (1 - r) updates away, r the slope that remains; this is the harmonic mean over devices.
         """
-        return self.devices / self.progress
+        return self.devices / (self.devices - self.remaining)
 
     @property
     def mean_gradient(self) -> FloatArray:
@@ -141,15 +141,20 @@ def remaining_slope(update: FloatArray, before: FloatArray, after: FloatArray) -
         return float(np.divide(dot(after, update), dot(before, update)))
 
 
-def progress(remaining: float) -> float:
-    """Return how far a device is on the way to the minimum along its update: 1 - remaining, at least 1/8.
+def counted_slope(remaining: object) -> float:
+    """Return a reported remaining slope as it counts: at most 7/8.
 
-    It is 1 where the slope is not between 0 and what it was: the update went too far, or the loss is not convex along it.
+    It counts as 0 where it is not between 0 and 1, for the update went too far or the loss is not convex along it, and
+    where it is no number.
 
-    >>> progress(0.75), progress(0.99), progress(-0.2), progress(1.3), progress(float("nan"))
-    (0.25, 0.125, 1.0, 1.0, 1.0)
+    >>> counted_slope(0.75), counted_slope(0.99), counted_slope(-0.2), counted_slope(1.3), counted_slope("text")
+    (0.75, 0.875, 0.0, 0.0, 0.0)
     """
-    return max(1 - remaining, 1 / LONGEST) if 0 < remaining < 1 else 1.0
+    try:
+        share = float(remaining)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
+    return min(share, 1 - 1 / LONGEST) if 0 < share < 1 else 0.0
 
 
 def dot(left: FloatArray, right: FloatArray) -> float:
@@ -172,10 +177,10 @@ def sums_of(
     total = Sums(size, distortions=distortions, contradicting=screened.contradicting)
     updates, gradients, differences = screened.updates, screened.gradients, screened.differences
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks whether the sums are finite
-        for row in np.flatnonzero(screened.devices):
-            remaining = 0.0 if vectors.remaining is None else float(vectors.remaining[row])
-            total.add_update(_scaled(vectors.updates[row], names, updates[row]), remaining)
-        for row in np.flatnonzero(screened.probes):
+        for row in np.flatnonzero(screened.devices).tolist():
+            slope = vectors.remaining_slopes[row] if vectors.remaining_slopes else 0.0
+            total.add_update(_scaled(vectors.updates[row], names, updates[row]), slope)
+        for row in np.flatnonzero(screened.probes).tolist():
             change = _scaled(vectors.differences[row], names, differences[row]) if vectors.differences else None
             total.add_probe(_scaled(vectors.probes[row], names, gradients[row]), change)
     return total

@@ -18,7 +18,7 @@ Need: TypeAlias = Literal[
     "differences",
     "own gradients",
     "pool",
-    "remaining slopes",  # in the first round, where devices know them
+    "remaining slopes",  # optional, in the first round
     "root",
     "root gradient",
     "samples",
@@ -98,6 +98,11 @@ class CoordinateRule:
 
 
 AnyRule: TypeAlias = Rule | SumRule | CoordinateRule
+
+
+def asks_remaining_slopes(rule: AnyRule, state: State) -> bool:
+    """Return whether devices are asked for the slopes that remain along their updates: if the rule uses them, in its first round."""
+    return "remaining slopes" in rule.needs and state is None
 
 
 def _check_needs(name: str, needs: frozenset[Need]) -> None:

@@ -9,8 +9,8 @@ gradients), an estimate of the curvature, and chooses the step in the span of
     s  the previous step
 
 as the minimiser of a quadratic model of the loss. The length of the deviation from d is limited by how well earlier
-deviations lowered the loss (the anchor). The first step is d, or longer where the devices report that their local
-training stopped far from the minimum along their updates. Notation: ȳ mean gradient difference, ḡ mean fresh gradient, u a power of the
+deviations lowered the loss (the anchor). The first step is d, or longer where devices report that local training stopped
+far from the minimum along their updates. Notation: ȳ mean gradient difference, ḡ mean fresh gradient, u a power of the
 root mean square of the gradients so far, relative to its mean.
 """
 
@@ -96,7 +96,7 @@ def contextual_memory(settings: MemorySettings | None = None) -> SumRule:
     """Return contextual aggregation with memory, as a rule for `aggregate`, simulations and Flower.
 
     It needs each probe's gradient and its difference to the gradient at the last round's params. In the first round it uses
-    the ``remaining`` slopes of `aggregate` where they are given.
+    the ``remaining_slopes`` of `aggregate` where they are given.
 
     >>> contextual_memory().name
     'contextual memory'
@@ -204,12 +204,13 @@ def memory_step(
 
 
 def _first_step(sums: Sums, settings: MemorySettings, population: float) -> tuple[FloatArray, Memory, dict[str, Any]]:
-    """Return FedAvg's step, or several times it, and the curvature at which it is the minimiser along d: -<g, d>/‖d‖².
+    """Return FedAvg's step d, or a multiple of it, and the curvature at which d would be the minimiser: -<g, d>/‖d‖².
 
     It is longer where devices stopped far from the minimum along their updates, further than the anchor's first limit.
     """
     d, g = sums.mean_update, sums.mean_gradient
-    ahead = sums.stretch - 1 if sums.stretch - 1 > settings.anchor > 0 else 0.0
+    ahead = sums.distance_to_minimum - 1
+    ahead = ahead if ahead > settings.anchor > 0 else 0.0
     directions = _count(settings)
     length, unit, slopes = norm(d), np.zeros((directions, len(d))), np.zeros(directions)
     unit[MEAN] = d / length
