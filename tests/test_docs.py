@@ -43,7 +43,9 @@ CHECKS = {  # for each block of Python on a page, whether it made what the page 
     "guide/defences.md": [lambda names: set(names["result"].excluded) == {"liar"}],
     "guide/faults.md": [lambda names: names["honest"].records[-1].accuracy > 0.2 and names["attacked"].records],
     "guide/slow-runs.md": [
-        lambda names: {"train", "aggregate"} <= {function for _, _, function in pstats.Stats(names["profile"]).stats}
+        lambda names: (
+            {"train", "roundtrip", "aggregate"} <= {function for _, _, function in pstats.Stats(names["profile"]).stats}
+        )
     ],
 }
 

@@ -81,8 +81,9 @@ def aggregate(
         population: the total number of devices, where known.
         steps: the number of local SGD steps of each device, for `fednova`.
         remaining_slopes: for the first round of `contextual_memory`, the slope of each device's loss along its update after
-            local training, as a share of that before: <∇F_k(w + Δₖ), Δₖ> / <∇F_k(w), Δₖ>. Where training stopped far from
-            the minimum, the first step is longer. Later rounds and other rules do not use them.
+            local training, as a share of that before: <∇F_k(w + Δₖ), Δₖ> / <∇F_k(w), Δₖ>. The first step is the mean update
+            times the harmonic mean of 1 / (1 - share) over devices, at most 8, if that is above 1.6. What is not between
+            0 and 1 counts as 0, since devices may report anything. Later rounds and other rules do not use them.
         root_gradient: the gradient of samples that the server holds itself, for `robust_gradients` with trust.
         distortions: for `contextual_memory`, the shares of gradients and of differences that are noise of the codes in
             which they were sent: `Codec.distortion`.

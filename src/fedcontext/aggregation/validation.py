@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -323,6 +323,8 @@ def _numbers(
 
 def _values_of(what: str, given: Iterable[float], owners: Sequence[Name]) -> list[Any]:
     """Return one value for each owner, in their order."""
+    if not isinstance(given, Iterable) or isinstance(given, str | Set):
+        raise FedcontextError(f"{what} must hold {len(owners)} numbers, one for each device, got {shown(given)}")
     ordered = in_order(what, given, owners)
     values = list(ordered.values() if isinstance(ordered, Mapping) else ordered)
     if len(values) != len(owners):

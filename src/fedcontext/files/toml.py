@@ -24,7 +24,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise FedcontextError(f"{path}: cannot be read (it is nested too deeply)") from None
     except OSError as error:
-        raise FedcontextError(f"{path}: cannot be read ({error.strerror})") from None
+        hint = "" if path.suffix == ".toml" else "; give a .toml file of settings, or a data set as --dataset NAME"
+        raise FedcontextError(f"{path}: cannot be read ({error.strerror}){hint}") from None
     except ValueError as error:
         hint = ": records are no settings, give the .toml file beside them" if path.suffix == ".jsonl" else ""
         raise FedcontextError(f"{path}: cannot be read ({error}){hint}") from None
