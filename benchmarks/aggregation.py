@@ -126,7 +126,7 @@ def null_space() -> dict:
             solve()
             times.append(time.perf_counter() - start)
         seconds[name] = min(times)
-    return {**seconds, "times faster": round(seconds["null space"] / seconds["gram"])}
+    return seconds
 
 
 def separate_arrays(row: dict) -> str:
@@ -142,8 +142,8 @@ def solver_sentence(solvers: dict) -> str:
     if not solvers:
         return ""
     return (
-        f"\n\nAt n = {NULL_SPACE:,} (softmax regression on MNIST) and K = 10 the literal null-space method takes "
-        f"{solvers['null space']:.1f} s, ours {1e3 * solvers['gram']:.2f} ms: {solvers['times faster']:,} times faster."
+        f"\n\nAt n = {NULL_SPACE:,} (softmax regression on MNIST) and K = 10 the paper's null-space system, solved by least "
+        f"squares on one core, takes {solvers['null space']:.1f} s, ours {1e3 * solvers['gram']:.2f} ms."
     )
 
 
