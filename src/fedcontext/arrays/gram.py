@@ -28,9 +28,7 @@ IntArray = npt.NDArray[np.int64]
 TILE = 4  # rows and columns of a tile: its 16 sums and 8 factors fit in the vector registers
 PARTS = 32  # independent tasks, at most
 PARTS_BYTES = 32 * 2**20  # of all parts' sums together, at most
-PART = (
-    2**19
-)  # entries of all arrays together in a part, at least: starting a part costs as much as a few thousand entries
+PART = 2**19  # entries of all arrays together in a part, at least: starting one costs time too
 FEW_ROWS = 16
 FEW_ROWS_WIDTH, WIDTH = 256, 1024  # entries of a piece, for products: 16 rows fit in the L1 cache, 200 in 1 MB
 FEW_ROWS_SPAN, SPAN = 128, 4096  # the same for a weighted sum: the prefetcher follows few rows at once

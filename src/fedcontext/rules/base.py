@@ -101,7 +101,7 @@ AnyRule: TypeAlias = Rule | SumRule | CoordinateRule
 
 
 def asks_remaining_slopes(rule: AnyRule, state: State) -> bool:
-    """Return whether devices are asked for the slopes that remain along their updates: if the rule uses them, in its first round."""
+    """Return whether devices report the slopes that remain along their updates: in a rule's first round, if it uses them."""
     return "remaining slopes" in rule.needs and state is None
 
 

@@ -158,10 +158,8 @@ def _write_scores(
     next five samples are fetched into the cache meanwhile, which saves a quarter of a pass over MNIST.
     """
     last, top = rows.size - 1, bias.size - 1
-    line, share = (
-        LINE // features.itemsize,
-        -(-5 * features.shape[1] // (top // 2 + 1)),
-    )  # entries of a cache line; entries fetched for a pair of classes
+    line = LINE // features.itemsize  # entries of a cache line
+    share = -(-5 * features.shape[1] // (top // 2 + 1))  # entries that are fetched for each pair of classes
     for i in range(0, rows.size, 5):
         i1, i2, i3, i4 = min(i + 1, last), min(i + 2, last), min(i + 3, last), min(i + 4, last)
         x0, x1, x2 = features[rows[i]], features[rows[i1]], features[rows[i2]]
