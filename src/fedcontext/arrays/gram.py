@@ -123,61 +123,76 @@ def _add_products(addresses: IntArray, own: int, start: int, stop: int, like: Ve
     piece are done before the next piece is read, so each entry comes from memory once and from the cache after that.
     """
     span = FEW_ROWS_WIDTH if len(addresses) <= FEW_ROWS else WIDTH
+    tiled = own - own % TILE  # the last arrays, at most three, have no tiles: corners have their products
     for begin in range(start, stop, span):
         width, offset = min(span, stop - begin), begin * like.itemsize
         for row in range(0, len(sums), TILE):
-            _add_corner(addresses, row, offset, width, like, sums, row + TILE <= own)
-            for column in range(row + TILE, len(addresses), TILE):
-                _add_tile(addresses, row, column, offset, width, like, sums, column + TILE <= own)
+            _add_corner(addresses, row, tiled, offset, width, like, sums, own % TILE)
+            for column in range(row + TILE, tiled, TILE):
+                _add_tile(addresses, row, column, offset, width, like, sums)
 
 
 @inner
-def _add_tile(
-    addresses: IntArray, i: int, j: int, offset: int, width: int, like: Vector, sums: FloatArray, full: bool
-) -> None:
-    """Add to ``sums`` the products of arrays i to i + 3 with arrays j to j + 3, or j + 2 unless ``full``.
+def _add_tile(addresses: IntArray, i: int, j: int, offset: int, width: int, like: Vector, sums: FloatArray) -> None:
+    """Add to ``sums`` the products of arrays i to i + 3 with arrays j to j + 3.
 
     Sixteen sums for eight loads: with smaller tiles the loads would be the limit. The sums are separate variables, and
-    the loop counts from zero, so that LLVM keeps each of them in a vector register. It makes two loops of the one here,
-    with and without what depends on ``full``.
+    the loop counts from zero, so that LLVM keeps each of them in a vector register.
     """
     a0, a1, a2, a3 = _four(addresses, i, offset, width, like)
     b0, b1, b2, b3 = _four(addresses, j, offset, width, like)
     s00 = s01 = s02 = s03 = s10 = s11 = s12 = s13 = s20 = s21 = s22 = s23 = s30 = s31 = s32 = s33 = 0.0
     for x in range(width):
         p0, p1, p2, p3 = np.float64(a0[x]), np.float64(a1[x]), np.float64(a2[x]), np.float64(a3[x])
-        q0, q1, q2 = np.float64(b0[x]), np.float64(b1[x]), np.float64(b2[x])
-        s00, s01, s02 = s00 + p0 * q0, s01 + p0 * q1, s02 + p0 * q2
-        s10, s11, s12 = s10 + p1 * q0, s11 + p1 * q1, s12 + p1 * q2
-        s20, s21, s22 = s20 + p2 * q0, s21 + p2 * q1, s22 + p2 * q2
-        s30, s31, s32 = s30 + p3 * q0, s31 + p3 * q1, s32 + p3 * q2
-        if full:
-            q3 = np.float64(b3[x])
-            s03, s13, s23, s33 = s03 + p0 * q3, s13 + p1 * q3, s23 + p2 * q3, s33 + p3 * q3
-    tile = (s00, s01, s02, s03), (s10, s11, s12, s13), (s20, s21, s22, s23), (s30, s31, s32, s33)
-    for row, values in enumerate(tile):
-        for column, value in enumerate(values):
-            sums[i + row, j + column] += value
+        q0, q1, q2, q3 = np.float64(b0[x]), np.float64(b1[x]), np.float64(b2[x]), np.float64(b3[x])
+        s00, s01, s02, s03 = s00 + p0 * q0, s01 + p0 * q1, s02 + p0 * q2, s03 + p0 * q3
+        s10, s11, s12, s13 = s10 + p1 * q0, s11 + p1 * q1, s12 + p1 * q2, s13 + p1 * q3
+        s20, s21, s22, s23 = s20 + p2 * q0, s21 + p2 * q1, s22 + p2 * q2, s23 + p2 * q3
+        s30, s31, s32, s33 = s30 + p3 * q0, s31 + p3 * q1, s32 + p3 * q2, s33 + p3 * q3
+    _add(sums, i, j, ((s00, s01, s02, s03), (s10, s11, s12, s13), (s20, s21, s22, s23), (s30, s31, s32, s33)))
 
 
 @inner
 def _add_corner(
-    addresses: IntArray, i: int, offset: int, width: int, like: Vector, sums: FloatArray, full: bool
+    addresses: IntArray, i: int, j: int, offset: int, width: int, like: Vector, sums: FloatArray, last: int
 ) -> None:
-    """Add to ``sums`` the products of arrays i to i + 3 with each other: ten of the sixteen of a tile on the diagonal."""
+    """Add to ``sums`` the products of arrays i to i + 3 with each other, and with the ``last`` arrays, which begin at j.
+
+    With each other: ten of the sixteen of a tile on the diagonal, or fewer where these arrays are the last themselves.
+    A tile of these few columns would load and convert the four arrays once more. LLVM makes a loop of the one here for
+    each number of last arrays.
+    """
     a0, a1, a2, a3 = _four(addresses, i, offset, width, like)
+    b0, b1, b2, _ = _four(addresses, j if last > 0 else i, offset, width, like)
     s00 = s01 = s02 = s03 = s11 = s12 = s13 = s22 = s23 = s33 = 0.0
+    r00 = r01 = r02 = r10 = r11 = r12 = r20 = r21 = r22 = r30 = r31 = r32 = 0.0
     for x in range(width):
         p0, p1, p2 = np.float64(a0[x]), np.float64(a1[x]), np.float64(a2[x])
         s00, s01, s02 = s00 + p0 * p0, s01 + p0 * p1, s02 + p0 * p2
         s11, s12, s22 = s11 + p1 * p1, s12 + p1 * p2, s22 + p2 * p2
-        if full:
+        if i < j:
             p3 = np.float64(a3[x])
             s03, s13, s23, s33 = s03 + p0 * p3, s13 + p1 * p3, s23 + p2 * p3, s33 + p3 * p3
-    tile = (s00, s01, s02, s03), (0.0, s11, s12, s13), (0.0, 0.0, s22, s23), (0.0, 0.0, 0.0, s33)
+            if last > 0:
+                q0 = np.float64(b0[x])
+                r00, r10, r20, r30 = r00 + p0 * q0, r10 + p1 * q0, r20 + p2 * q0, r30 + p3 * q0
+            if last > 1:
+                q1 = np.float64(b1[x])
+                r01, r11, r21, r31 = r01 + p0 * q1, r11 + p1 * q1, r21 + p2 * q1, r31 + p3 * q1
+            if last > 2:
+                q2 = np.float64(b2[x])
+                r02, r12, r22, r32 = r02 + p0 * q2, r12 + p1 * q2, r22 + p2 * q2, r32 + p3 * q2
+    _add(sums, i, i, ((s00, s01, s02, s03), (0.0, s11, s12, s13), (0.0, 0.0, s22, s23), (0.0, 0.0, 0.0, s33)))
+    if i < j and last > 0:
+        _add(sums, i, j, ((r00, r01, r02, 0.0), (r10, r11, r12, 0.0), (r20, r21, r22, 0.0), (r30, r31, r32, 0.0)))
+
+
+@inner
+def _add(sums: FloatArray, i: int, j: int, tile: tuple[tuple[float, ...], ...]) -> None:
+    """Add a tile to ``sums`` from row i and column j on."""
     for row, values in enumerate(tile):
         for column, value in enumerate(values):
-            sums[i + row, i + column] += value
+            sums[i + row, j + column] += value
 
 
 @compiled
