@@ -133,7 +133,7 @@ def aggregate(
     if not sum(size_of(base[name]) for name in measured):
         raise FedcontextError("no floating-point leaf enters the geometry; check layers and buffers")
     _check_needs(rule, report, state)
-    targets = None if out is None else output_leaves(base, report.updates, out)
+    targets = None if out is None else output_leaves(base, vectors, out)
     if layers is not None and not isinstance(rule, Rule):
         raise FedcontextError(f"rule '{rule.name}' does not support layers: it uses all floating-point leaves")
     state = rule.init(params) if state is None else state

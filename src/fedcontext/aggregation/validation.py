@@ -164,10 +164,11 @@ def raise_not_finite(report: Report, measured: set[str]) -> None:
     raise FedcontextError("the updates are too large: their squares overflow float64")
 
 
-def output_leaves(base: Leaves, updates: Structures, out: Structure) -> Leaves:
+def output_leaves(base: Leaves, vectors: Vectors, out: Structure) -> Leaves:
     """Return the arrays to write the new params into, which may not overlap what is still to be read.
 
-    >>> output_leaves({"w": np.zeros(2)}, [{"w": np.ones(2)}], {"w": np.zeros(2)})
+    >>> base = {"w": np.zeros(2)}
+    >>> output_leaves(base, validate(Report([{"w": np.ones(2)}]), base, {"w"}), {"w": np.zeros(2)})
     {'w': array([0., 0.])}
     """
     targets = checked_leaves("out", out, base, set(base), set())
@@ -176,7 +177,7 @@ def output_leaves(base: Leaves, updates: Structures, out: Structure) -> Leaves:
             raise FedcontextError(
                 f"out: {leaf_name(name)} cannot be written in place; give a contiguous, writable array"
             )
-    sources = {owner: leaves(update) for owner, update in named("device", updates).items()}
+    sources = {f"device {name}": own for name, own in zip(vectors.names.devices, vectors.updates, strict=True)}
     check_no_overlap(targets, {"params": base, **sources})
     return targets
 
