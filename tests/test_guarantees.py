@@ -10,7 +10,8 @@ from fedcontext.measurement.geometry import Geometry
 from fedcontext.measurement.sums import Sums
 from fedcontext.oracle import lowest_step
 from fedcontext.rules.contextual import bound, contextual
-from fedcontext.rules.memory import MemorySettings, memory_step
+from fedcontext.rules.memory import memory_step
+from fedcontext.rules.memory_state import MemorySettings
 
 SETTINGS = MemorySettings()
 seeds = st.integers(0, 2**32 - 1)

@@ -15,7 +15,8 @@ import fedcontext as fc
 from fedcontext.compression.codec import Codec
 from fedcontext.errors import FedcontextError
 from fedcontext.measurement.sums import Sums
-from fedcontext.rules.memory import MemorySettings, memory_step
+from fedcontext.rules.memory import memory_step
+from fedcontext.rules.memory_state import MemorySettings
 from fedcontext.rules.quadratic import minimise_in_box
 
 PROTOTYPE = Path(__file__).parents[2] / "shared/research/unified.py"

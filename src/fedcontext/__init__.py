@@ -9,6 +9,7 @@ from fedcontext.version import __version__
 
 EXPORTS = {
     "aggregation.aggregate": ["aggregate"],
+    "aggregation.correction": ["correct"],
     "aggregation.result": ["Aggregation"],
     "algorithms": [
         "ALGORITHMS",
@@ -28,7 +29,8 @@ EXPORTS = {
     "fleet": ["PROFILES", "Fleet", "Profile", "Spread", "make_fleet"],
     "measurement.geometry": ["Geometry", "Report"],
     "local_sgd": ["LocalSGD"],
-    "rules.memory": ["MemorySettings", "contextual_memory"],
+    "rules.memory": ["contextual_memory"],
+    "rules.memory_state": ["MemorySettings"],
     "plan": ["RoundPlan", "plan_round"],
     "records": ["RoundRecord", "read_run"],
     "results.run_file": ["write_records"],

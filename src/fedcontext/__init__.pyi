@@ -3,6 +3,7 @@
 from fedcontext import presets as presets
 from fedcontext import runner as runner
 from fedcontext.aggregation.aggregate import aggregate as aggregate
+from fedcontext.aggregation.correction import correct as correct
 from fedcontext.aggregation.result import Aggregation as Aggregation
 from fedcontext.aggregation.streaming import Streamed as Streamed
 from fedcontext.aggregation.streaming import StreamedRound as StreamedRound
@@ -56,8 +57,8 @@ from fedcontext.rules.base import stateless as stateless
 from fedcontext.rules.contextual import bound as bound
 from fedcontext.rules.contextual import contextual as contextual
 from fedcontext.rules.contextual import expected_contextual as expected_contextual
-from fedcontext.rules.memory import MemorySettings as MemorySettings
 from fedcontext.rules.memory import contextual_memory as contextual_memory
+from fedcontext.rules.memory_state import MemorySettings as MemorySettings
 from fedcontext.rules.robust import coordinate_median as coordinate_median
 from fedcontext.rules.robust import fltrust as fltrust
 from fedcontext.rules.robust import geometric_median as geometric_median

@@ -33,6 +33,11 @@ class Coding:
         up = sum(model_bytes if codec == IDENTITY else codec.nbytes(size) for codec in sent)
         return ProbeCost(len(sent), up, model_bytes if differences else 0)
 
+    def change_cost(self, size: int, model_bytes: int) -> ProbeCost:
+        """Return what reporting the change of its gradient over a proposed step costs a device that keeps no state."""
+        up = model_bytes if self.difference == IDENTITY else self.difference.nbytes(size)
+        return ProbeCost(2, up, model_bytes)
+
 
 def coding_for(bits: int | str, memory: bool, cohort_probes: bool, sketch: int = 0) -> Coding:
     """Return the codes for a setting of bits an entry, or of numbers in a ``sketch`` in place of gradients.

@@ -122,6 +122,14 @@ class Devices:
             differences = _decoded(exact, self.coding.difference, devices, (seed, number, Stream.DIFFERENCE_CODE))
         return _decoded(gradients, self.coding.gradient, devices, (seed, number, Stream.GRADIENT_CODE)), differences
 
+    def changes(
+        self, engine: Engine, state: State, proposed: Structure, number: int, devices: IntArray
+    ) -> list[Structure]:
+        """Return how the gradients of these devices change from the params to the ``proposed`` ones, as decoded."""
+        pairs = zip(engine.gradients(proposed, devices), engine.gradients(state.params, devices), strict=True)
+        exact = [_difference(now, before) for now, before in pairs]
+        return _decoded(exact, self.coding.difference, devices, (self.experiment.seed, number, Stream.CHANGE_CODE))
+
 
 def _decoded(
     vectors: Sequence[Structure], codec: Codec | Sketch, devices: IntArray, key: tuple[int, int, int]

@@ -73,6 +73,11 @@ class Experiment:
         GRADIENT_BITS,
         "Bits an entry of the probes' gradients on the uplink, 1 to 8 or 32 (exact); auto is 2 or 3 for memory, else 32",
     )
+    exchanges: int = setting(
+        2,
+        integer(1, most=2),
+        "Exchanges with the probes in a round: the second corrects the step of the rule with memory, 1 leaves it out",
+    )
     sketch: int = setting(
         0,
         integer(0),

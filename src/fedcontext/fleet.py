@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -101,6 +101,34 @@ class ProbeCost:
     passes: int = 1  # over its training data
     bytes_up: int = 0
     bytes_down: int = 0
+
+
+def second_replies(
+    fleet: Fleet,
+    received: Replies,
+    devices: IntArray,
+    samples: IntArray,
+    model_bytes: int,
+    probe: ProbeCost,
+    deadline: float | None = None,
+) -> tuple[BoolArray, Replies]:
+    """Return which of the probes answer the second exchange of a round in time, and ``received`` with its costs added.
+
+    >>> fleet = make_fleet(PROFILES["even"], population=3, seed=0)
+    >>> cost = ProbeCost(passes=2, bytes_up=1000, bytes_down=1000)
+    >>> in_time, received = second_replies(fleet, NO_REPLIES, np.array([0, 2]), np.full(3, 100), 1000, cost)
+    >>> in_time.tolist(), round(received.seconds, 3), received.bytes_down, received.bytes_up
+    ([True, True], 0.303, 4000, 2000)
+    """
+    sent = model_bytes + probe.bytes_down + probe.bytes_up
+    arrivals, limit = fleet.seconds(devices, probe.passes * samples[devices], sent), deadline or np.inf
+    in_time = arrivals <= limit
+    return in_time, replace(
+        received,
+        seconds=received.seconds + float(min(limit, arrivals.max())),
+        bytes_down=received.bytes_down + len(devices) * (model_bytes + probe.bytes_down),
+        bytes_up=received.bytes_up + int(in_time.sum()) * probe.bytes_up,
+    )
 
 
 def replies(

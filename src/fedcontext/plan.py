@@ -39,6 +39,7 @@ class Stream(IntEnum):
     ATTACKS = 12
     ROOT = 13
     PARTIAL = 14
+    CHANGE_CODE = 15
 
 
 def generator(seed: int, number: int, stream: Stream, device: int = 0) -> np.random.Generator:

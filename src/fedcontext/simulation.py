@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fedcontext.aggregation.aggregate import aggregate
+from fedcontext.aggregation.correction import correct
 from fedcontext.aggregation.result import Aggregation
 from fedcontext.algorithms import Algorithm
-from fedcontext.arrays.tree import Leaves, Structure, leaves, size_of, trained_leaves
+from fedcontext.arrays.tree import FloatArray, Leaves, Structure, leaves, rebuild, size_of, trained_leaves
 from fedcontext.coding import Coding
 from fedcontext.datasets import FederatedData
 from fedcontext.devices import Devices
@@ -19,13 +20,14 @@ from fedcontext.errors import FedcontextError, shown
 from fedcontext.experiment import Experiment
 from fedcontext.faults.disturbance import Disturbance, Request
 from fedcontext.faults.reply import device_of
-from fedcontext.fleet import NO_REPLIES, Fleet, Replies, replies
+from fedcontext.fleet import NO_REPLIES, Fleet, Replies, replies, second_replies
 from fedcontext.measurement.defences import NoneUsable
 from fedcontext.measurement.geometry import Name, Report
+from fedcontext.measurement.sums import flat, unflat
 from fedcontext.oracle import oracle_aggregation
-from fedcontext.plan import RoundPlan, plan_round
+from fedcontext.plan import IntArray, RoundPlan, plan_round
 from fedcontext.records import RoundRecord, round_record
-from fedcontext.rules.base import asks_remaining_slopes
+from fedcontext.rules.base import SumRule, asks_remaining_slopes
 from fedcontext.state import State, changes_step, server_step
 from fedcontext.variates import initial_state
 
@@ -70,6 +72,8 @@ class Simulation:
         if report and self.root:
             report = self._with_root(report, self.root, state, plan)
         result, unusable = self._aggregate(state, report) if report else (None, {})
+        if result and self.corrects and result.probes:
+            result, received = self._corrected(state, result, received, plan.number)
         received = replace(received, excluded={**received.excluded, **missing, **unusable})
         after = self._after(state, report, result) if report and result else state
         evaluates = plan.number % self.experiment.eval_every == 0 or plan.number == self.experiment.rounds
@@ -109,6 +113,12 @@ class Simulation:
             pool=experiment.pool if "pool" in needs else 0,
             over_select=experiment.over_select,
         )
+
+    @property
+    def corrects(self) -> bool:
+        """Whether a round has a second exchange, in which the step is corrected."""
+        rule, changed = self.algorithm.rule, self.algorithm.oracle or changes_step(self.algorithm)
+        return isinstance(rule, SumRule) and rule.correct is not None and self.experiment.exchanges > 1 and not changed
 
     def report(self, state: State, plan: RoundPlan, received: Replies) -> Report:
         """Return what the devices of a round send: updates, and the gradients that the rule needs."""
@@ -179,6 +189,43 @@ class Simulation:
             names, sizes = list(self._trained(state.params)), self.data.train.sizes
             result = oracle_aggregation(result, report, state.params, names, self.engine, sizes)
         return result, _by_device(result.excluded)
+
+    def _corrected(
+        self, state: State, result: Aggregation, received: Replies, number: int
+    ) -> tuple[Aggregation, Replies]:
+        """Return the aggregation with its step corrected by the probes that it used, and the replies with their costs."""
+        trained = self._trained(state.params)
+        devices = np.unique([device_of(name) for name in result.probes])
+        model_bytes = sum(leaf.nbytes for leaf in leaves(state.params).values())
+        cost = self.coding.change_cost(sum(map(size_of, trained.values())), model_bytes)
+        samples, deadline = self.data.train.sizes, self.experiment.deadline or None
+        in_time, received = second_replies(self.fleet, received, devices, samples, model_bytes, cost, deadline)
+        changes = self._changes(state, result.params, number, devices[in_time])
+        if not changes:
+            return result, received
+        rule, buffers, defences = self.algorithm.rule, self.engine.buffers, self.experiment.defences
+        return correct(state.params, result, changes, rule=rule, buffers=buffers, defences=defences), received
+
+    def _changes(self, state: State, proposed: Structure, number: int, devices: IntArray) -> dict[int, Structure]:
+        """Return the changes of the devices' gradients over the proposed step, as they arrive."""
+
+        def on_engine(engine: Engine, chosen: IntArray) -> list[Structure]:
+            return self._devices.changes(engine, state, proposed, number, chosen)
+
+        if not len(devices):
+            return {}
+        changes = dict(zip(devices.tolist(), on_engine(self.engine, devices), strict=True))
+        if not (self.disturbance and self.disturbance.active(number)):
+            return changes
+        like, base = next(iter(changes.values())), self._trained(state.params)
+        names = list(leaves(like))
+
+        def vectors(structures: Iterable[Structure]) -> list[FloatArray]:
+            return [flat(leaves(each), names) for each in structures]
+
+        rows = dict(zip(changes, vectors(changes.values()), strict=True))
+        arrived = self.disturbance.changes(rows, number, lambda engine, chosen: vectors(on_engine(engine, chosen)))
+        return {device: rebuild(like, unflat(row, base, names)) for device, row in arrived.items()}
 
     def _after(self, state: State, report: Report, result: Aggregation) -> State:
         """Return the state after the round: the rule's step is applied as it is, or as `server_step` changes it."""

@@ -125,7 +125,7 @@ def aggregate(
     check_defences(defences)
     check_population(report.population)
     base, defences = leaves(params), OFF if defences is None else defences
-    measured, averaged = _measured_and_averaged(base, layers if isinstance(rule, Rule) else None, buffers)
+    measured, averaged = measured_and_averaged(base, layers if isinstance(rule, Rule) else None, buffers)
     vectors = validate(report, base, set(measured), strict=not defences.outlier)
     check_state(rule, state, differences=bool(vectors.differences))
     if "root" in rule.needs:  # the server's own update is trusted
@@ -153,7 +153,7 @@ def _report(updates: Structures | Report, **given: Any) -> Report:
     return updates
 
 
-def _measured_and_averaged(
+def measured_and_averaged(
     base: Leaves, layers: Iterable[str | int] | None, buffers: Iterable[str | int]
 ) -> tuple[list[str], set[str]]:
     """Return the leaves that enter the geometry, in order, and those that are averaged instead of weighted."""

@@ -49,6 +49,11 @@ class Aggregation:
         return self.screened.excluded
 
     @property
+    def probes(self) -> list[Name]:
+        """The probes whose gradients were used."""
+        return list(self.screened.probing)
+
+    @property
     def clipped(self) -> dict[Name, str]:
         """What of a device was used in part."""
         return self.screened.clipped

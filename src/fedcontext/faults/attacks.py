@@ -205,6 +205,7 @@ def all_triggered(samples: Samples) -> Samples:
     return features, np.zeros(len(features), samples[1].dtype)
 
 
+GRADIENT_LIES = {"gradient-scaling": LARGE, "gradient-flip": -1.0}  # factors of the changes that liars send
 POISONS: Mapping[str, Callable[[int], Callable[[Samples], Samples]]] = {
     "label-flip": reverse_labels,
     "backdoor": lambda classes: add_trigger,
@@ -223,6 +224,28 @@ def liars(seed: int, population: int, share: float) -> frozenset[int]:
 @lru_cache(maxsize=4)
 def _order(seed: int, population: int) -> tuple[int, ...]:
     return tuple(generator(seed, 0, Stream.LIARS).permutation(population).tolist())
+
+
+def lying_changes(
+    changes: Mapping[int, FloatArray],
+    seed: int,
+    population: int,
+    attacks: Shares,
+    poisoned: Mapping[tuple[str, int], FloatArray],
+) -> dict[int, FloatArray]:
+    """Return the changes of the probes' gradients over a proposed step, with those of liars replaced.
+
+    Who lies about gradients does so here too; ``poisoned`` has the changes of who computes on poisoned data.
+
+    >>> who = next(iter(liars(0, 10, 0.1)))
+    >>> float(lying_changes({who: np.ones(1)}, 0, 10, {"gradient-flip": 0.1}, {})[who][0])
+    -1.0
+    """
+    changed = dict(changes)
+    for name, share in attacks.items():
+        for device in (liars(seed, population, share) if name in ATTACKS else frozenset()) & changed.keys():
+            changed[device] = poisoned.get((name, device), GRADIENT_LIES.get(name, 1.0) * changed[device])
+    return changed
 
 
 def with_attacks(

@@ -12,8 +12,8 @@ from fedcontext.arrays.tree import FloatArray, Structure, leaves
 from fedcontext.datasets.federated import FederatedData, join
 from fedcontext.engines.base import Engine, Work
 from fedcontext.errors import FedcontextError
-from fedcontext.faults.attacks import POISONS, all_triggered, liars, with_attacks
-from fedcontext.faults.faults import FROM_LAST_ROUND, Shares, active, hit, with_faults, without_absent
+from fedcontext.faults.attacks import POISONS, all_triggered, liars, lying_changes, with_attacks
+from fedcontext.faults.faults import FROM_LAST_ROUND, Shares, active, faulty_changes, hit, with_faults, without_absent
 from fedcontext.faults.reply import Reply, replies_of, report_of
 from fedcontext.measurement.geometry import Report
 from fedcontext.measurement.sums import flat
@@ -92,6 +92,27 @@ class Disturbance:
         arrived = report_of(replies, report, request.params, request.names, self.needs, self.by_samples)
         usable = arrived.updates and (arrived.gradients or arrived.own_gradients or "gradient" not in self.needs)
         return arrived if usable else None, missing
+
+    def changes(
+        self,
+        changes: Mapping[int, FloatArray],
+        number: int,
+        on_engine: Callable[[Engine, IntArray], Sequence[FloatArray]],
+    ) -> dict[int, FloatArray]:
+        """Return the changes of the probes' gradients over a proposed step, as liars and faults change them.
+
+        ``on_engine`` gives those of these devices from the data of an engine.
+        """
+        if active(self.attack, number):
+            lying = {
+                (name, device): row
+                for name, engine in self.poisoned.items()
+                if name in POISONS and name != "backdoor"  # its liars report their honest gradients
+                if len(who := np.array(sorted(liars(self.seed, len(self.sizes), self.attack[name]) & changes.keys())))
+                for device, row in zip(who.tolist(), on_engine(engine, who), strict=True)
+            }
+            changes = lying_changes(changes, self.seed, len(self.sizes), self.attack, lying)
+        return faulty_changes(changes, self.seed, number, self.faults)
 
     def _trained_before(self, request: Request, chosen: Sequence[Reply]) -> list[FloatArray]:
         if request.previous is None:

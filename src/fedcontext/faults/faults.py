@@ -134,6 +134,23 @@ def with_faults(
     return [*(reply for reply in arrived if reply.device not in excluded), *late], excluded
 
 
+def faulty_changes(changes: Mapping[int, FloatArray], seed: int, number: int, faults: Shares) -> dict[int, FloatArray]:
+    """Return what arrives of the changes of the probes' gradients over a proposed step.
+
+    >>> faulty_changes({7: np.ones(1)}, 0, 1, {"scale": 1.0}), faulty_changes({7: np.ones(1)}, 0, 1, {"lost-gradient": 1.0})
+    ({7: array([1000.])}, {})
+    """
+    factors = {"scale": SCALE, "nan": np.nan, "old-gradient": 0.0}
+    arrived = {}
+    for device, change in changes.items():
+        suffered = [
+            name for name in (*factors, "lost-gradient", "lost-reply") if hit(seed, number, device, name, faults)
+        ]
+        if not {"lost-gradient", "lost-reply"} & set(suffered):
+            arrived[device] = change * float(np.prod([factors[name] for name in suffered]))
+    return arrived
+
+
 def _replaced(replies: Sequence[Reply], affected: Callable[[Reply], bool], field: str, vectors: Vectors) -> list[Reply]:
     """Return the replies with ``field`` of the affected ones (that have it) replaced; an old gradient has no difference."""
     chosen = [reply for reply in replies if getattr(reply, field) is not None and affected(reply)]

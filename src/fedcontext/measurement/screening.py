@@ -113,6 +113,8 @@ class Screened:
     excluded: dict[Name, str]
     clipped: dict[Name, str]
     contradicting: int = 0  # probes left out for what they say along the last step
+    probing: Sequence[Name] = ()  # the probes whose gradients are used
+    median_gradient: float = 0.0  # the lower median of the gradients' norms
 
     @property
     def devices(self) -> BoolArray:
@@ -175,10 +177,11 @@ def screen(
     most, named_from = defences.max_samples, defences.max_samples if weighs else defences.outlier or np.inf
     notes = [note for group in sent for note in group.clipped.items()] + list(unused.items())
     notes += _caps(devices, samples, most, named_from) + _caps(probing, weights, most, most)
+    left_out = {**excluded, **unused}
     return Screened(
         names=devices,
         kept=kept,
-        probes=_used(probing, {**excluded, **unused}, len(probes)),
+        probes=_used(probing, left_out, len(probes)),
         updates=_padded(updates.factors, len(update_norms)),
         gradients=_padded(gradients.factors, len(vectors.probes)),
         differences=differences.factors,
@@ -190,7 +193,42 @@ def screen(
         excluded=excluded,
         clipped=_joined(notes),
         contradicting=len(unused),
+        probing=[name for name in probing if name not in left_out],
+        median_gradient=lower_median(gradients.norms),
     )
+
+
+def screen_changes(
+    names: Sequence[Name],
+    rows: Sequence[Leaves],
+    measured: Sequence[str],
+    along: FloatArray,
+    median: float,
+    defences: Defences,
+) -> tuple[FloatArray, dict[Name, str]]:
+    """Return (P,) what each probe's change of gradient is multiplied with, 0 if it is not used, and why.
+
+    ``along`` are (P,) the inner products with the proposed step, scaled to length one: a change against it, where most are
+    along it, is that of a reversed gradient. Changes differ in length by orders of magnitude among honest devices, so they
+    are clipped relative to the ``median`` norm of the round's gradients.
+    """
+    sent = SentVectors("gradient change", names, rows, measured, norms_of(rows, measured), 0, 0)
+    unused = sent.unusable
+    used = _used(names, unused, len(rows))
+    norms = np.where(used, sent.norms, 0)
+    if used.any():
+        nothing = AlongLastStep(np.zeros(len(rows)), np.where(used, along, 0))
+        unused |= contradicting(names, nothing, norms, norms, used, replace(defences, max_descent=0))
+    notes = {
+        name: f"{why.replace('gradient: not used, ', 'gradient change: ')}, not used" for name, why in unused.items()
+    }
+    longest = defences.max_gradient * median
+    longer = (norms > longest) & (longest > 0)
+    factors = np.divide(longest, norms, out=np.ones(len(norms)), where=longer)
+    for row in np.flatnonzero(longer).tolist():
+        clipped = f"{norms[row] / median:.3g} times the median norm of gradients, clipped to {defences.max_gradient:g}"
+        notes.setdefault(names[row], f"gradient change: {clipped}")
+    return np.where(_used(names, unused, len(rows)), factors, 0), notes
 
 
 def _groups(

@@ -9,14 +9,13 @@ gradients), an estimate of the curvature, and chooses the step in the span of
     s  the previous step
 
 as the minimiser of a quadratic model of the loss. The length of the deviation from d is limited by how well earlier
-deviations lowered the loss (the anchor). The first step is d, or longer where devices report that local training stopped
+deviations lowered the loss (the anchor). `correction` improves the step by a second exchange with the probes. The first step is d, or longer where devices report that local training stopped
 far from the minimum along their updates. Notation: ȳ mean gradient difference, ḡ mean fresh gradient, u a power of the
 root mean square of the gradients so far, relative to its mean.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,78 +24,33 @@ from fedcontext.arrays.tree import FloatArray
 from fedcontext.errors import FedcontextError, shown
 from fedcontext.measurement.sums import Sums, dot
 from fedcontext.rules.base import Need, State, SumRule
+from fedcontext.rules.correction import corrected_step
 from fedcontext.rules.curvature import TINY, along, fitted, gram, norm, with_secant
+from fedcontext.rules.memory_state import (
+    GRADIENT,
+    MEAN,
+    PREVIOUS,
+    SCALED_GRADIENT,
+    Memory,
+    MemorySettings,
+    combined,
+    count_directions,
+    memory_of,
+    metric,
+    reliability,
+    shortened,
+)
 from fedcontext.rules.quadratic import minimise_in_box
 
-MEAN, SCALED, PREVIOUS, GRADIENT, SCALED_GRADIENT = range(5)  # rows of the directions d, p, s, -m, q
-SHARES = "decay", "evidence_decay", "damping"  # settings between 0 and 1
 ROUNDING = 1e-12  # deviations from d below this share of its length count as none
-
-
-@dataclass(frozen=True)
-class MemorySettings:
-    """The constants of the rule: the same for all data sets and models."""
-
-    decay: float = 0.9  # share of every running quantity that a round keeps
-    floor: float = (
-        0.1  # least gain of the gradient estimate; the least share of d is twice, the least anchor half of it
-    )
-    least_trust: float = 0.2  # lower limit of the trust, the factor of the longest step
-    reach: float = 3.0  # the model's minimiser is cut to reach x trust x R, R the larger of ‖d‖ and its running mean
-    momentum: float = 0.8  # largest multiple of the previous step
-    restart: float = 2.0  # momentum is multiplied by min(1, restart x (1 - e)), e the evidence on the last step alone
-    anchor: float = 0.6  # first limit of ‖step - d‖ / ‖d‖, or / R
-    near: float = 1.0  # largest anchor that is relative to ‖d‖; larger ones are relative to R
-    growth: float = 16.0  # largest factor by which evidence can change that limit in one round; it scales `trial` too
-    trust_growth: float = 4.0  # the same for trust
-    evidence_decay: float = 0.3  # share of the past rounds' evidence that a round keeps: a single round's is noisy
-    stretch: float = 4.0  # upper limit of ‖step‖ / ‖s‖, unless d is longer
-    power: float = 1.25  # of the root mean square of past gradients that divides d and shapes the curvature
-    damping: float = 0.3  # share of a direction's curvature that a secant update keeps at least
-    smallest: float = 0.01  # added to the root mean square that divides d and m
-    ridge: float = 1e-4  # relative ridge of the quadratic model
-    largest: float = 100.0  # upper limit of trust and anchor
-    surge: float = 3.0  # d counts as at most so many times as long as its running mean
-    trial: float = 0.3  # first limit of ‖step - d‖ / ‖d‖, where s was d: trial x growth^-e, e the evidence on steps
-    secant: float = 1.0  # or, if larger, secant x cos(y, s) x the steps to the minimum that the slopes along s show
-    scaled_gradient: bool = True  # whether q is a direction
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not (isinstance(value, int | float) and value >= 0):
-                raise FedcontextError(f"{name} must be a number that is not negative, got {shown(value)}")
-            if name in SHARES and value > 1:
-                raise FedcontextError(f"{name} is a share and must be at most 1, got {shown(value)}")
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What the server carries from round to round."""
-
-    gradient: FloatArray  # (n,) m, the estimate of ∇f(w_t)
-    error: float  # P, the expected ‖m - ∇f‖²
-    square: FloatArray  # (n,) v, decayed sum of the probes' mean gᵢ²
-    step: FloatArray  # (n,) s, the last step
-    deviation: FloatArray  # (n,) δ = s - d of the last round
-    directions: FloatArray  # (D, n) the last round's unit directions, D = 5, or 4 without q
-    slopes: FloatArray  # (D,) m along them
-    hits: FloatArray  # (D,) running Σ slope x fresh slope, relative to ‖m‖²
-    squares: FloatArray  # (D,) running Σ slope², relative to ‖m‖²
-    normal: FloatArray  # (2, 2) normal equations of the curvature fit
-    right: FloatArray  # (2,)
-    curvature: FloatArray  # (2,) k: the Hessian is modelled as k₁ I + k₂ diag(u)
-    length: float  # running mean of ‖d‖
-    trust: float  # ρ
-    anchor: float  # τ
-    contradicting: int  # probes left out so far for what they said along the last step
-    evidence: FloatArray  # (2, 2) on steps and on deviations: decayed sum, and sum of its weights
 
 
 def contextual_memory(settings: MemorySettings | None = None) -> SumRule:
     """Return contextual aggregation with memory, as a rule for `aggregate`, simulations and Flower.
 
     It needs each probe's gradient and its difference to the gradient at the last round's params. In the first round it uses
-    the ``remaining_slopes`` of `aggregate` where they are given.
+    the ``remaining_slopes`` of `aggregate` where they are given. Its step can be corrected in a second exchange with the
+    probes: see `correct`.
 
     >>> contextual_memory().name
     'contextual memory'
@@ -106,41 +60,21 @@ def contextual_memory(settings: MemorySettings | None = None) -> SumRule:
         raise FedcontextError(f"settings must be fc.MemorySettings(...) or None, got {shown(settings)}")
 
     def step(sums: Sums, state: State, population: int | None) -> tuple[FloatArray, State, dict[str, Any]]:
-        memory = None if state is None else _memory_of(state, sums.size, chosen)
+        memory = None if state is None else memory_of(state, sums.size, chosen)
         vector, after, info = memory_step(sums, memory, chosen, np.inf if population is None else population)
         return vector, vars(after), info
 
     def last_step(state: State) -> FloatArray | None:
         return None if state is None else state["step"]
 
+    def correct(change: FloatArray, state: State) -> tuple[FloatArray, State, dict[str, Any]]:
+        vector, after, info = corrected_step(change, memory_of(state, change.size, chosen), chosen)
+        return vector, vars(after), info
+
     needs: frozenset[Need] = frozenset({"gradient", "differences", "remaining slopes"})
-    return SumRule("contextual memory", step, needs, last_step=last_step)
-
-
-def _memory_of(state: State, size: int, settings: MemorySettings) -> Memory:
-    """Return the memory that a state holds, after checking that it is of this model and of these settings."""
-    try:
-        memory = Memory(**state)
-    except TypeError:
-        raise FedcontextError(
-            "state must be that of the last result of rule 'contextual memory'; this is of another rule or of an earlier "
-            "version: start anew"
-        ) from None
-    if memory.step.size != size:
-        raise FedcontextError(
-            f"the state of rule 'contextual memory' is of a model with {memory.step.size} parameters, got {size}"
-        )
-    if len(memory.directions) != _count(settings):
-        raise FedcontextError(
-            f"the state of rule 'contextual memory' has {len(memory.directions)} directions, expected {_count(settings)}: "
-            "it is of other settings or of an earlier version; start anew"
-        )
-    return memory
-
-
-def _count(settings: MemorySettings) -> int:
-    """Return the number of directions."""
-    return SCALED_GRADIENT + bool(settings.scaled_gradient)
+    return SumRule(
+        "contextual memory", step, needs, last_step=last_step, correct=correct if chosen.correction else None
+    )
 
 
 def memory_step(
@@ -159,7 +93,7 @@ def memory_step(
     d = _no_surge(sums.mean_update, memory.length, settings.surge)
     m, error = _gradient_estimate(sums, memory.gradient + y, memory, population, settings)
     v = settings.decay * memory.square + sums.square / sums.probes
-    u = _metric(v, settings.power)
+    u = metric(v, settings.power)
     scale = 1 / (u + settings.smallest)
     unit = np.stack([d, d * scale, memory.step, -m, *([-m * scale] if settings.scaled_gradient else [])])
     lengths = np.array([norm(vector) for vector in unit])
@@ -193,7 +127,7 @@ def memory_step(
         ahead = min(believed * _steps_ahead(on_steps), settings.stretch)
         most, anchor = max(settings.trial * settings.growth**-on_steps, ahead) * lengths[MEAN], max(anchor, ahead)
     most = min(most, anchor * (reference if anchor > settings.near else lengths[MEAN]))
-    deviation = _shortened(_shortened(_combined(x, unit), limit) - d, most)
+    deviation = shortened(shortened(combined(x, unit), limit) - d, most)
     if norm(deviation) <= ROUNDING * reference:
         deviation = np.zeros_like(d)  # rounding errors are no evidence for the anchor
     contradicting = memory.contradicting + sums.contradicting
@@ -211,7 +145,7 @@ def _first_step(sums: Sums, settings: MemorySettings, population: float) -> tupl
     d, g = sums.mean_update, sums.mean_gradient
     ahead = sums.distance_to_minimum - 1
     ahead = ahead if ahead > settings.anchor > 0 else 0.0
-    directions = _count(settings)
+    directions = count_directions(settings)
     length, unit, slopes = norm(d), np.zeros((directions, len(d))), np.zeros(directions)
     unit[MEAN] = d / length
     slopes[MEAN] = dot(g, unit[MEAN])
@@ -236,12 +170,6 @@ def _first_step(sums: Sums, settings: MemorySettings, population: float) -> tupl
         evidence=np.zeros((2, 2)),
     )
     return memory.step, memory, {"trust": memory.trust, "anchor": memory.anchor, "mean": 1 + ahead, "convex": True}
-
-
-def _metric(v: FloatArray, power: float) -> FloatArray:
-    """Return u = v^(power/2), scaled to a root mean square of 1."""
-    u = (v / (v.mean() + 1e-300)) ** (power / 2)
-    return np.asarray(u / np.sqrt((u * u).mean() + 1e-300))
 
 
 def _gradient_estimate(
@@ -315,13 +243,10 @@ def _calibration(
     ``fresh`` = ḡ - ȳ is an unbiased estimate of the gradient at the last params: its slope along each of the last
     directions, over the slope that m had claimed, says how far m can be believed there.
     """
-    before, now = dot(memory.gradient, memory.gradient) + TINY, dot(m, m) + TINY
+    before = dot(memory.gradient, memory.gradient) + TINY
     hits = settings.decay * memory.hits + memory.slopes * along(memory.directions, fresh) / before
     squares = settings.decay * memory.squares + memory.slopes**2 / before
-    prior = np.ones(len(slopes))
-    prior[GRADIENT:] = max(0.0, 1 - error / now)
-    weight = slopes**2 / (2 * now) + TINY
-    return hits, squares, np.clip((hits + weight * prior) / (squares + weight), 0.05, 1.5)
+    return hits, squares, reliability(slopes, m, error, hits, squares)
 
 
 def _model_minimum(
@@ -334,18 +259,7 @@ def _model_minimum(
     return minimise_in_box(h + settings.ridge * np.trace(h) / len(h) * np.eye(len(h)), slopes, low, high)
 
 
-def _combined(coefficients: FloatArray, rows: FloatArray) -> FloatArray:
-    total = coefficients[0] * rows[0]
-    for coefficient, row in zip(coefficients[1:], rows[1:], strict=True):
-        total += coefficient * row
-    return np.asarray(total)
-
-
 def _no_surge(d: FloatArray, mean: float, surge: float) -> FloatArray:
     """Return d, cut to ``surge`` running mean lengths in case most of a cohort lies: honest runs stay below two."""
     known = mean > 2 * TINY  # not where every update was zero so far
-    return _shortened(d, surge * mean) if known else d
-
-
-def _shortened(vector: FloatArray, limit: float) -> FloatArray:
-    return vector * min(1.0, limit / norm(vector))
+    return shortened(d, surge * mean) if known else d
