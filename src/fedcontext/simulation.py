@@ -204,7 +204,17 @@ class Simulation:
         if not changes:
             return result, received
         rule, buffers, defences = self.algorithm.rule, self.engine.buffers, self.experiment.defences
-        return correct(state.params, result, changes, rule=rule, buffers=buffers, defences=defences), received
+        result = correct(
+            state.params,
+            result,
+            changes,
+            rule=rule,
+            population=self.data.population,
+            distortion=self.coding.distortions[1],
+            buffers=buffers,
+            defences=defences,
+        )
+        return result, received
 
     def _changes(self, state: State, proposed: Structure, number: int, devices: IntArray) -> dict[int, Structure]:
         """Return the changes of the devices' gradients over the proposed step, as they arrive."""

@@ -12,13 +12,20 @@ from fedcontext.aggregation.aggregate import measured_and_averaged
 from fedcontext.aggregation.combine import add_step
 from fedcontext.aggregation.decision import correction_of
 from fedcontext.aggregation.result import Aggregation
-from fedcontext.aggregation.validation import NO_GRADIENT, check_defences, checked_leaves, named, names_of
+from fedcontext.aggregation.validation import (
+    NO_GRADIENT,
+    check_defences,
+    check_population,
+    checked_leaves,
+    named,
+    names_of,
+)
 from fedcontext.arrays.tree import FloatArray, Leaves, Structure, leaves, rebuild
 from fedcontext.errors import FedcontextError
 from fedcontext.measurement.defences import OFF, Defences
 from fedcontext.measurement.geometry import Name, Structures
 from fedcontext.measurement.screening import screen_changes
-from fedcontext.measurement.sums import dot, flat, unflat
+from fedcontext.measurement.sums import Sums, dot, flat, unflat
 from fedcontext.rules.base import AnyRule, SumRule
 
 
@@ -28,6 +35,8 @@ def correct(
     changes: Structures,
     *,
     rule: AnyRule,
+    population: int | None = None,
+    distortion: float = 0.0,
     buffers: Iterable[str | int] = (),
     defences: Defences | None = Defences(),  # noqa: B008
 ) -> Aggregation:
@@ -43,6 +52,8 @@ def correct(
         changes: each probe's gradient at ``result.params`` minus that at ``params``, like ``params`` without its buffers; a
             mapping gives the devices names.
         rule: the rule of `aggregate`.
+        population: the total number of devices, where known.
+        distortion: the share of the changes that is noise of the code in which they were sent: `Codec.distortion`.
         buffers: as in `aggregate`.
         defences: as in `aggregate`. Changes are clipped like gradients; those that are not finite, or contradict the others
             along the step, are not used. Both are named in ``clipped``.
@@ -60,6 +71,7 @@ def correct(
             f"rule '{getattr(rule, 'name', rule)}' does not correct its steps; contextual_memory() does"
         )
     check_defences(defences)
+    check_population(population)
     base, limits = leaves(params), OFF if defences is None else defences
     measured, _ = measured_and_averaged(base, None, buffers)
     owners = named("change of probe", changes)
@@ -68,38 +80,37 @@ def correct(
     rows = [checked_leaves(owner, each, base, set(measured), set(), NO_GRADIENT) for owner, each in owners.items()]
     own = flat(leaves(result.step), measured)
     median = result.screened.median_gradient
-    mean, notes = _mean_change(names_of(changes, "probe "), rows, measured, own, median, limits)
+    vectors, notes = _usable(names_of(changes, "probe "), rows, measured, own, median, limits)
     clipped = {**result.clipped}
     for name, note in notes.items():
         clipped[name] = "; ".join(filter(None, (clipped.get(name, ""), note)))
     screened = replace(result.screened, clipped=clipped)
-    if mean is None:
+    if not vectors:
         return replace(result, screened=screened)
-    step, state, info = correction_of(rule, mean, result.state)
+    sums = Sums(len(own), distortions=(0.0, distortion))
+    for vector in vectors:
+        sums.add_change(vector)
+    error = sums.difference_error(np.inf if population is None else population)
+    step, state, info = correction_of(rule, sums.mean_difference, error, result.state)
     return _with_step(replace(result, screened=screened), params, base, measured, step, state, info)
 
 
-def _mean_change(
+def _usable(
     names: list[Name], rows: list[Leaves], measured: list[str], step: FloatArray, median: float, defences: Defences
-) -> tuple[FloatArray | None, dict[Name, str]]:
-    """Return the mean of the usable changes, None if there is none, and what was clipped or left out."""
+) -> tuple[list[FloatArray], dict[Name, str]]:
+    """Return the changes that are used, as flat vectors, and what was clipped or left out."""
     vectors = [flat(row, measured) for row in rows]
     if defences == OFF:
         for name, vector in zip(names, vectors, strict=True):
             if not np.isfinite(vector).all():
                 raise FedcontextError(f"change of probe {name}: it has NaN or infinite entries")
-        return np.mean(vectors, axis=0), {}
+        return vectors, {}
     with np.errstate(over="ignore", invalid="ignore"):
         unit = step / (float(np.linalg.norm(step)) or 1.0)
         along = np.array([dot(vector, unit) for vector in vectors])
     factors, notes = screen_changes(names, rows, measured, along, median, defences)
-    used = np.flatnonzero(factors)
-    if not len(used):
-        return None, notes
-    total = np.zeros(len(step))
-    for row in used.tolist():
-        total += factors[row] * vectors[row]
-    return total / len(used), notes
+    used = np.flatnonzero(factors).tolist()
+    return [vectors[row] if factors[row] == 1 else factors[row] * vectors[row] for row in used], notes
 
 
 def _with_step(

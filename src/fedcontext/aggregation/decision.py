@@ -43,10 +43,12 @@ def step_of(
     return _numbers(step, sums.size, f"rule '{rule.name}': step", "entries"), after, plain
 
 
-def correction_of(rule: SumRule, change: FloatArray, state: State) -> tuple[FloatArray, State, dict[str, Any]]:
+def correction_of(
+    rule: SumRule, change: FloatArray, error: float, state: State
+) -> tuple[FloatArray, State, dict[str, Any]]:
     """Return the step of a rule after its correction, the next state, and what the rule reports."""
     assert rule.correct
-    returned = rule.correct(change, state)
+    returned = rule.correct(change, error, state)
     if not (isinstance(returned, tuple | list) and len(returned) == 3 and isinstance(returned[2], Mapping)):
         raise FedcontextError(
             f"rule '{rule.name}': correct must return (step, state, info), info a dict, got {_described(returned)}"

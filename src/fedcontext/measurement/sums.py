@@ -57,9 +57,15 @@ class Sums:
         self.gradient += gradient
         self.square += gradient * gradient
         self.gradient_norms += dot(gradient, gradient)
-        if difference is not None:
-            self.difference += difference
-            self.difference_norms += dot(difference, difference)
+        if difference is None:
+            self.probes += 1
+        else:
+            self.add_change(difference)
+
+    def add_change(self, change: FloatArray) -> None:
+        """Fold in one probe's gradient difference alone."""
+        self.difference += change
+        self.difference_norms += dot(change, change)
         self.probes += 1
 
     def __add__(self, other: Sums) -> Sums:

@@ -60,8 +60,9 @@ class SumRule:
 
     The step is a flat float64 vector over the floating-point leaves, ``population`` the total number of devices (None
     where unknown) and ``info`` diagnostics, which do not affect the step. ``last_step(state)`` is the last step, where the
-    rule keeps it: the defences look whether a probe's gradient difference fits it. ``correct(change, state) -> (step, state,
-    info)`` changes the last step, from the mean change of the probes' gradients over it; None for a rule that does not.
+    rule keeps it: the defences look whether a probe's gradient difference fits it. ``correct(change, error,
+    state) -> (step, state, info)`` changes the last step, from the mean change of the probes' gradients over it and that mean's
+    expected squared error; None for a rule that does not.
     """
 
     name: str
@@ -70,7 +71,7 @@ class SumRule:
     init: Callable[[Structure], State] = _no_state
     smoothness: None = None
     last_step: Callable[[State], FloatArray | None] = _no_state
-    correct: Callable[[FloatArray, State], tuple[FloatArray, State, dict[str, Any]]] | None = None
+    correct: Callable[[FloatArray, float, State], tuple[FloatArray, State, dict[str, Any]]] | None = None
     gradients: Combination = "mean"  # how the probes' gradients are combined; set by `robust_gradients`
 
     def __post_init__(self) -> None:

@@ -22,12 +22,13 @@ STEP = 0  # row of s among the directions
 
 
 def corrected_step(
-    change: FloatArray, memory: Memory, settings: MemorySettings
+    change: FloatArray, error: float, memory: Memory, settings: MemorySettings
 ) -> tuple[FloatArray, Memory, dict[str, Any]]:
     """Return the step after its correction, the memory for the next round, and the correction's relative length.
 
-    ``memory`` is that of the proposed step. Where the loss is not convex along the step, it stays as it is. The correction
-    is at most √cos(y, s) as long as the step: on a parabola that is round, y is along s.
+    ``error`` is the expected squared error of ``change``, ``memory`` that of the proposed step. Where the loss is not convex along the step, it stays as it is. The correction
+    is at most √cos(y, s) as long as the step, for on a parabola that is round y is along s; and at most ``trial`` times that
+    before any curvature was measured.
     """
     s, y = memory.step, change
     bend = dot(y, s)
@@ -41,12 +42,13 @@ def corrected_step(
     lengths = np.array([norm(vector) for vector in unit])
     unit /= lengths[:, None]
     slopes = along(unit, m)
-    slopes[STEP + 1 :] *= np.minimum(1, _believed(memory))
+    slopes[STEP + 1 :] *= np.minimum(_believed(memory), max(0.0, 1 - error / lengths[STEP + 1] ** 2))
     h = _hessian(unit, u, scale, fit[2], s, y, settings)
     low = np.where(np.arange(len(unit)) == STEP, -lengths[STEP], 0.0)
     x = minimise_in_box(h, slopes, low, np.full(len(unit), np.inf))
     cosine = bend / (norm(s) * norm(y))
-    correction = shortened(combined(x, unit), settings.correction * np.sqrt(cosine) * lengths[STEP])
+    most = settings.correction if memory.normal.any() else min(settings.correction, settings.trial)
+    correction = shortened(combined(x, unit), most * np.sqrt(cosine) * lengths[STEP])
     after = replace(
         memory,
         step=s + correction,

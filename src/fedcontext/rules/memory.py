@@ -67,8 +67,8 @@ def contextual_memory(settings: MemorySettings | None = None) -> SumRule:
     def last_step(state: State) -> FloatArray | None:
         return None if state is None else state["step"]
 
-    def correct(change: FloatArray, state: State) -> tuple[FloatArray, State, dict[str, Any]]:
-        vector, after, info = corrected_step(change, memory_of(state, change.size, chosen), chosen)
+    def correct(change: FloatArray, error: float, state: State) -> tuple[FloatArray, State, dict[str, Any]]:
+        vector, after, info = corrected_step(change, error, memory_of(state, change.size, chosen), chosen)
         return vector, vars(after), info
 
     needs: frozenset[Need] = frozenset({"gradient", "differences", "remaining slopes"})
