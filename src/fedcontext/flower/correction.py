@@ -57,11 +57,12 @@ class Correction:
         current = replace(current, extras=extras)
         sent = _requests(current, probes, proposed, self.timeout)
         messages = [message for _, message in sent]
+        down = outcome.bytes_down + array_bytes(messages)  # before clients in the same process empty them
         log.info("configure_correction: %s nodes report the change of their gradients", len(messages))
         replies = list(self.grid.send_and_receive(messages, timeout=self.timeout)) if messages else []
         failures = sum(reply.has_error() for reply in replies)
         log.info("aggregate_correction: Received %s results and %s failures", len(replies) - failures, failures)
-        down, up = outcome.bytes_down + array_bytes(messages), outcome.bytes_up + array_bytes(replies)
+        up = outcome.bytes_up + array_bytes(replies)
         changes, unusable = self._changes(replace(current, sent=sent), replies, set(outcome.buffers))
         for line in by_reason(unusable):
             log.warning("\t> Not in the correction: %s", line)
