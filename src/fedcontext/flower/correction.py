@@ -54,45 +54,44 @@ class Correction:
         assert outcome.aggregation is not None
         probes = sorted(device for device in outcome.aggregation.probes if isinstance(device, int))
         extras = replace(current.extras, previous=current.arrays, remaining=False, stream=Stream.CHANGE_CODE)
-        current = replace(current, extras=extras)
-        sent = _requests(current, probes, proposed, self.timeout)
-        messages = [message for _, message in sent]
-        down = outcome.bytes_down + array_bytes(messages)  # before clients in the same process empty them
+        asked = _asked(replace(current, extras=extras), probes, proposed, self.timeout)
+        replies = self._replies([message for _, message in asked.sent])
+        down, up = outcome.bytes_down + asked.bytes_down, outcome.bytes_up + array_bytes(replies)
+        changes, unusable = self._changes(asked, replies, set(outcome.buffers))
+        for line in by_reason(unusable):
+            log.warning("\t> Not in the correction: %s", line)
+        aggregation = _noted(_corrected(current.params, outcome, changes, self.defences), unusable)
+        carried, kept = replace(outcome.carried, rule=aggregation.state), without_updates(aggregation, keep_step=False)
+        return replace(outcome, aggregation=kept, carried=carried, bytes_down=down, bytes_up=up)
+
+    def _replies(self, messages: list[Message]) -> list[Message]:
         log.info("configure_correction: %s nodes report the change of their gradients", len(messages))
         replies = list(self.grid.send_and_receive(messages, timeout=self.timeout)) if messages else []
         failures = sum(reply.has_error() for reply in replies)
         log.info("aggregate_correction: Received %s results and %s failures", len(replies) - failures, failures)
-        up = outcome.bytes_up + array_bytes(replies)
-        changes, unusable = self._changes(replace(current, sent=sent), replies, set(outcome.buffers))
-        for line in by_reason(unusable):
-            log.warning("\t> Not in the correction: %s", line)
-        aggregation = _corrected(current.params, outcome, changes, self.defences)
-        carried = replace(outcome.carried, rule=aggregation.state)
-        aggregation = without_updates(_noted(aggregation, unusable), keep_step=False)
-        return replace(outcome, aggregation=aggregation, carried=carried, bytes_down=down, bytes_up=up)
+        return replies
 
     def _changes(
-        self, current: Round, replies: list[Message], buffers: set[str]
+        self, asked: Round, replies: list[Message], buffers: set[str]
     ) -> tuple[dict[int, Arrays], dict[int, str]]:
         """Return the usable changes by device, in the order of the requests, and why the others are not used."""
-        params, asked = current.params, current.tasks
-        parsed, excluded = parse_replies(asked, replies, params, current.extras, self.device_of, self.samples_key)
+        params, tasks = asked.params, asked.tasks
+        parsed, excluded = parse_replies(tasks, replies, params, asked.extras, self.device_of, self.samples_key)
         defects = {reply.task.device: defect(params, reply, buffers, None) for reply in parsed}
         unusable = excluded | {device: why for device, why in defects.items() if why}
-        devices = [task.device for task in asked.values()]  # not those with a late reply to another message
+        devices = [task.device for task in tasks.values()]  # not those with a late reply to another message
         found = {reply.task.device: reply.difference for reply in parsed if reply.difference is not None}
         usable = {device: found[device] for device in devices if device not in unusable}
         return usable, {device: unusable[device] for device in devices if device in unusable}
 
 
-def _requests(
-    current: Round, probes: list[int], proposed: ArrayRecord, ttl: float | None
-) -> list[tuple[Task, Message]]:
-    """Return one message a probe, with the proposed model in place of the round's."""
+def _asked(current: Round, probes: list[int], proposed: ArrayRecord, ttl: float | None) -> Round:
+    """Return the round with one message a probe, which has the proposed model in place of the round's."""
     node_of = {task.device: message.metadata.dst_node_id for task, message in current.sent}
     content = RecordDict({**dict.fromkeys(current.content.array_records, proposed), **current.content.config_records})
     tasks = [Task(device, None, probe=True, gradient=False) for device in probes]
-    return [(task, message_for(task, content, node_of[task.device], ttl, current.extras)) for task in tasks]
+    sent = [(task, message_for(task, content, node_of[task.device], ttl, current.extras)) for task in tasks]
+    return replace(current, sent=sent, bytes_down=array_bytes(message for _, message in sent))
 
 
 def _corrected(
