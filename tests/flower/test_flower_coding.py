@@ -76,7 +76,10 @@ def test_by_default_few_bits_travel_and_previous_params_go_to_probes_from_the_se
             assert (PREVIOUS in names) == (DIFFERENCE in sizes) == (number > 1)
             assert sizes[GRADIENT] == header + Codec(bits[0]).nbytes(SIZE)
             assert number == 1 or sizes[DIFFERENCE] == header + Codec(bits[1]).nbytes(SIZE)
-    assert not any(PREVIOUS in names for _, _, names, sizes in app.seen if GRADIENT not in sizes)
+        second = [(names, sizes) for n, _, names, sizes in app.seen if n == number and sizes.keys() == {DIFFERENCE}]
+        assert second == [(["arrays", PREVIOUS], {DIFFERENCE: header + Codec(bits[1]).nbytes(SIZE)})] * len(second)
+        assert len(second) == probes if number == 1 else probes / 2 < len(second) <= probes  # whose gradients were used
+    assert not any(PREVIOUS in names for _, _, names, sizes in app.seen if not {GRADIENT, DIFFERENCE} & sizes.keys())
 
 
 def test_bytes_in_the_records_are_those_of_the_arrays(tmp_path: Path) -> None:
@@ -84,7 +87,8 @@ def test_bytes_in_the_records_are_those_of_the_arrays(tmp_path: Path) -> None:
     start(MemoryGrid(app, range(4)), 2, records=tmp_path / "run.jsonl")
     for record in fc.read_run(tmp_path / "run.jsonl")[1]:
         assert record.bytes_up == sum(sum(sizes.values()) for n, _, _, sizes in app.seen if n == record.number)
-        assert record.bytes_down == 4 * record.number * sum(len(a.data) for a in record_of(START).values())
+        models = 4 * (record.number + 2)  # the second exchange sends two to each of four probes
+        assert record.bytes_down == models * sum(len(a.data) for a in record_of(START).values())
 
 
 def test_uncoded_gradients_give_the_aggregation_of_exact_vectors() -> None:
@@ -111,6 +115,8 @@ def test_uncoded_gradients_give_the_aggregation_of_exact_vectors() -> None:
             rule=fc.contextual_memory(),
             state=state,
         )
+        changes = [{"w": gradient(result.params, c)[0]["w"] - g["w"]} for c, g in zip(contexts, own, strict=True)]
+        result = fc.correct(params, result, changes, rule=fc.contextual_memory(), buffers=["mean"])
         params, previous, state = result.params, params, result.state
         assert previous or min(end / start for end, start in slopes) > 0.375  # enough for a longer first step
     for name, array in arrays_of(strategy.result.arrays).items():
@@ -170,7 +176,7 @@ def test_a_lost_round_keeps_the_previous_params(tmp_path: Path) -> None:
         lost = message.content["config"]["server-round"] == 3
         return [Message(Error(2, "no"), reply_to=message)] if lost else [reply]
 
-    start(MemoryGrid(note, range(3), meddle=lose), 4)
+    start(MemoryGrid(note, range(3), meddle=lose), 4, exchanges=1)
     assert len(sent[1]) == 1
     np.testing.assert_array_equal(sent[2][1], sent[1][0])
     np.testing.assert_array_equal(sent[4], sent[3])  # nothing moved in round 3

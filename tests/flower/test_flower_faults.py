@@ -500,7 +500,7 @@ INVALID = [("probes", 0), ("probes", "some"), ("min_replies", 0), ("max_lost", 0
 INVALID += [("epochs", (5, 1)), ("epochs", 0), ("epochs", "some"), ("rule", "banana"), ("rule", 3), ("pool", -5)]
 INVALID += [("pool", "some"), ("seed", -1), ("seed", "x"), ("node_timeout", 0), ("gradient_bits", 12), ("defences", {})]
 INVALID += [("rule", fc.mean), ("rule", fc.contextual), ("rule", lambda: fc.mean())]  # not called
-INVALID += [("server", "fedadam"), ("server", fedadam)]
+INVALID += [("server", "fedadam"), ("server", fedadam), ("exchanges", 0), ("exchanges", 3), ("exchanges", "two")]
 
 
 @pytest.mark.parametrize(("name", "value"), INVALID)

@@ -62,8 +62,11 @@ def files(at: Path) -> tuple[bytes, list[dict]]:
     return (at / "run.safetensors").read_bytes(), records
 
 
-@pytest.mark.parametrize("rule", [fc.contextual(20), momentum(), contextual_memory()], ids=lambda rule: rule.name)
-@pytest.mark.parametrize("exchange", range(1, 9))  # two a round: training and evaluation
+RULES = {fc.contextual(20): 2, momentum(): 2, contextual_memory(): 3}  # exchanges: training, (correction,) evaluation
+KILLS = [(exchange, rule) for rule, count in RULES.items() for exchange in range(1, 4 * count + 1)]
+
+
+@pytest.mark.parametrize(("exchange", "rule"), KILLS, ids=lambda value: getattr(value, "name", value))
 def test_a_killed_server_goes_on_to_the_same_bits(tmp_path: Path, exchange: int, rule: Rule) -> None:
     start(tmp_path / "whole", rule=rule)
     grid = MemoryGrid(APP, range(8), CONFIG)
@@ -132,6 +135,7 @@ OTHERS = {
     "layers": ["softmax"],
     "buffers": ["softmax"],
     "gradient_bits": 8,
+    "exchanges": 1,
     "server": fedadam(),
 }
 

@@ -143,7 +143,7 @@ class GradientApp(ClientApp):
         params = _model(message) if request or kind == QUERY_GRADIENT else {}
         if kind == QUERY_GRADIENT:
             reply = Message(RecordDict(), reply_to=message)
-            samples = self._add_gradients(reply.content, params, previous, config, context)
+            samples = self._add_gradients(reply.content, params, previous, config, context, request != [DIFFERENCE])
             reply.content["metrics"] = MetricRecord({SAMPLES: int(samples)})
             return reply
         reply = self.app(message, context)
@@ -168,11 +168,18 @@ class GradientApp(ClientApp):
             log.warning("no remaining slope is reported (%s: %s)", type(error).__name__, error)
 
     def _add_gradients(
-        self, content: RecordDict, params: Arrays, previous: Arrays | None, config: dict[str, Any], context: Context
+        self,
+        content: RecordDict,
+        params: Arrays,
+        previous: Arrays | None,
+        config: dict[str, Any],
+        context: Context,
+        itself: bool = True,
     ) -> int:
-        """Add the gradient to a reply, and its difference to the one at the previous params; return the samples."""
+        """Add the gradient ``itself`` and its difference to the one at the previous params; return the samples."""
         (gradient, *before), samples = self.gradients([params] if previous is None else [params, previous], context)
-        add_vector(content, GRADIENT, gradient, params, Code.of(config.get(GRADIENT_CODE)))
+        if itself:
+            add_vector(content, GRADIENT, gradient, params, Code.of(config.get(GRADIENT_CODE)))
         for old in before:
             difference = {name: np.subtract(array, old[name]) for name, array in gradient.items()}
             add_vector(content, DIFFERENCE, difference, params, Code.of(config.get(DIFFERENCE_CODE)))

@@ -45,8 +45,9 @@ class Extras:
     coding: Coding = Coding()  # of gradients and differences  # noqa: RUF009
     seed: int = 0
     number: int = 0  # of the round
-    previous: ArrayRecord | None = None  # where differences are requested: the params before the last aggregation
+    previous: ArrayRecord | None = None  # where differences are requested: the params that they are to
     remaining: bool = False  # whether the cohort is asked for the slopes that are left along its updates
+    stream: Stream = Stream.DIFFERENCE_CODE  # of the keys of the differences' codes
 
     def codes(self, device: int) -> dict[str, Code | None]:
         """Return the codes of a device's gradient and difference; None where it is sent as it is.
@@ -54,7 +55,7 @@ class Extras:
         >>> Extras(Coding(Codec(2), IDENTITY), seed=0, number=1).codes(3)
         {'fedcontext.gradient': Code(bits=2, key=(0, 1, 8, 3)), 'fedcontext.difference': None}
         """
-        streams = {GRADIENT: Stream.GRADIENT_CODE, DIFFERENCE: Stream.DIFFERENCE_CODE}
+        streams = {GRADIENT: Stream.GRADIENT_CODE, DIFFERENCE: self.stream}
         keys = [tuple(words(self.seed, self.number, stream, device)) for stream in streams.values()]
         codecs = self.coding.gradient, self.coding.difference
         return {

@@ -62,6 +62,7 @@ class Outcome:
     reason: str = ""  # why the round is lost
     bytes_down: int = 0  # of arrays sent
     bytes_up: int = 0  # of arrays received
+    buffers: Sequence[str] = ()  # leaves that were averaged instead of weighted
 
     def record(self, number: int, loss_before: float | None, seconds: float, **evaluation: float) -> RoundRecord:
         """Return the record of the round, with the loss and accuracy of its evaluation if there was one."""
@@ -118,7 +119,7 @@ def aggregate_usable(
     rule, settings = aggregator.rule, aggregator.settings
     buffers = select_leaves("buffers", settings.buffers, params) | _leaves_without_gradient(params, replies)
     layers = settings.layers if isinstance(rule, Rule) else None
-    defects = {reply.task.device: _defect(params, reply, buffers, layers) for reply in replies}
+    defects = {reply.task.device: defect(params, reply, buffers, layers) for reply in replies}
     excluded = excluded | {device: defect for device, defect in defects.items() if defect}
     usable = [reply for reply in replies if not defects[reply.task.device]]
     try:
@@ -128,7 +129,8 @@ def aggregate_usable(
         return Outcome(rule, None, [], usable, excluded | unusable, carried, reason)
     excluded = excluded | aggregation.excluded
     usable = [reply for reply in usable if reply.task.device not in excluded]
-    return Outcome(rule, aggregation, list(aggregation.applied), usable, excluded, after)
+    applied = list(aggregation.applied)
+    return Outcome(rule, aggregation, applied, usable, excluded, after, buffers=sorted(buffers))
 
 
 def _aggregate(
@@ -201,7 +203,7 @@ def _leaves_without_gradient(params: Arrays, replies: Sequence[Reply]) -> set[st
     return {name for name in params if 2 * counts[name] <= sum(map(bool, voters))} if any(voters) else set()
 
 
-def _defect(params: Arrays, reply: Reply, buffers: set[str], layers: Sequence[str | int] | None) -> str:
+def defect(params: Arrays, reply: Reply, buffers: set[str], layers: Sequence[str | int] | None) -> str:
     """Return what is wrong with the structure of this reply, or an empty string."""
     measured = (set(params) if layers is None else select_leaves("layers", layers, params)) - buffers
     measured = {name for name in measured if params[name].dtype.kind == "f"}

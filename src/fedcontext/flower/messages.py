@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -64,6 +64,26 @@ class Reply:
     samples: float
     remaining_slope: float  # along the update at its end, as a share of that before; 0 where it is not known
     content: RecordDict
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round between `configure_train` and its aggregation."""
+
+    number: int
+    arrays: ArrayRecord  # the model
+    params: Arrays  # the model, as views of its record
+    trains: bool  # whether the wrapped strategy sampled any node
+    content: RecordDict = field(default_factory=RecordDict)  # of the wrapped strategy's messages
+    sent: Sequence[tuple[Task, Message]] = ()
+    extras: Extras = Extras()  # noqa: RUF009
+    population: int | None = None  # connected devices
+    bytes_down: int = 0
+
+    @property
+    def tasks(self) -> dict[str, Task]:
+        """The task of each message id; messages get their ids when they are sent."""
+        return {message.metadata.message_id: task for task, message in self.sent}
 
 
 def plan_tasks(

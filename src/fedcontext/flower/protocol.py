@@ -22,7 +22,7 @@ QUERY_WHOAMI = "query.whoami"
 # record names
 ARRAYS = "arrays"
 UPDATE = "fedcontext.update"
-PREVIOUS = "fedcontext.previous"  # the params before the last aggregation, sent where a difference is requested
+PREVIOUS = "fedcontext.previous"  # the params before the last aggregation or step, sent where a difference is requested
 GRADIENT = "fedcontext.gradient"
 DIFFERENCE = "fedcontext.difference"  # gradient at the params minus gradient at the previous params
 REMAINING = "fedcontext.remaining-slope"  # ConfigRecord with the slope along the update at its end / that before it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,11 +19,12 @@ from fedcontext.errors import FedcontextError, positive
 from fedcontext.experiment import checked
 from fedcontext.flower.coding import Extras
 from fedcontext.flower.compatibility import RuleOrFunction, checked_inner, checked_rule, resolved_rule
+from fedcontext.flower.correction import Correction, corrects, without_updates
 from fedcontext.flower.exclusion import Aggregator, Carried, Outcome, Settings, aggregate_usable, by_reason
 from fedcontext.flower.identity import run_identity
-from fedcontext.flower.messages import Pool, Task, message_for, parse_replies, plan_tasks
+from fedcontext.flower.messages import Pool, Round, message_for, parse_replies, plan_tasks
 from fedcontext.flower.metrics import note_metrics, round_metrics, usable_evaluations
-from fedcontext.flower.protocol import Arrays, array_bytes, arrays_of, record_of
+from fedcontext.flower.protocol import array_bytes, arrays_of, record_of
 from fedcontext.flower.roster import Roster, snapshot, wait_for_nodes
 from fedcontext.flower.run_log import RunLog, RunState
 from fedcontext.measurement.defences import Defences
@@ -59,6 +60,8 @@ class ContextualStrategy(Strategy):
         buffers: leaves that are averaged instead of weighted, besides those that most gradients lack.
         gradient_bits: bits an entry of the gradients, 1 to 8, or 32 for float32; differences get half of them, rounded
             down. "auto" is float32; for a rule with memory it is 2, or 3 where the cohort itself probes.
+        exchanges: with the probes in a round: in the second, those of a rule with memory report how their gradients change
+            over the proposed step, which `start` then corrects; 1 leaves it out.
         server: an optimiser of `fedcontext.rules.server` that acts on the step of a rule without memory, such as ``fedadam()``.
         min_replies: with fewer usable updates the round is lost: the model stays unchanged.
         max_lost: number of consecutive lost rounds that ends the run.
@@ -82,6 +85,7 @@ class ContextualStrategy(Strategy):
         layers: Sequence[str | int] | None = None,
         buffers: Sequence[str | int] = (),
         gradient_bits: int | Literal["auto"] = "auto",
+        exchanges: int = 2,
         server: ServerOptimizer | None = None,
         min_replies: int = 1,
         max_lost: int = 3,
@@ -101,7 +105,7 @@ class ContextualStrategy(Strategy):
         self.probes: Probes | None = None if probes is None else checked("probes", probes)
         self.epochs = None if epochs is None else checked("epochs", epochs)
         self.seed, self.pool = checked("seed", seed), checked("pool", pool)
-        self.gradient_bits = checked("gradient_bits", gradient_bits)
+        self.gradient_bits, self.exchanges = checked("gradient_bits", gradient_bits), checked("exchanges", exchanges)
         self.name, self.server, self.max_lost = name, server, integer(1)("max_lost", max_lost)
         averaging = checked("probe_averaging", probe_averaging)
         self.settings = Settings(integer(1)("min_replies", min_replies), averaging, layers, buffers, defences)
@@ -109,7 +113,7 @@ class ContextualStrategy(Strategy):
         self._log = RunLog(records, checkpoint)
         self._roster = Roster()
         self._timeout: float | None = None
-        self._round: _Round | None = None
+        self._round: Round | None = None
         self._outcome: Outcome | None = None
         self._carried = Carried()
 
@@ -129,7 +133,7 @@ class ContextualStrategy(Strategy):
         nodes = wait_for_nodes(grid, minimum, self.node_timeout)
         own_config = ConfigRecord({**config})  # Flower's strategies write into the config they get
         sampled = list(self.inner.configure_train(server_round, arrays, own_config, snapshot(grid, nodes)))
-        self._round = _Round(server_round, arrays_of(arrays), trains=bool(sampled))
+        self._round = Round(server_round, arrays, arrays_of(arrays), trains=bool(sampled))
         if not sampled:
             return []
         node_of = self._roster.devices(grid, nodes, min(self.node_timeout, self._timeout or self.node_timeout))
@@ -148,7 +152,12 @@ class ContextualStrategy(Strategy):
         sent = [(task, message_for(task, content, node_of[task.device], self._timeout, extras)) for task in tasks]
         messages = [message for _, message in sent]
         self._round = replace(
-            self._round, sent=sent, extras=extras, population=len(devices), bytes_down=array_bytes(messages)
+            self._round,
+            content=content,
+            sent=sent,
+            extras=extras,
+            population=len(devices),
+            bytes_down=array_bytes(messages),
         )
         return messages
 
@@ -169,7 +178,7 @@ class ContextualStrategy(Strategy):
         for line in by_reason(outcome.excluded):
             log.warning("\t> Excluded %s", line)
         metrics, aggregation = round_metrics(outcome, self.inner, self.settings.defences), outcome.aggregation
-        kept = aggregation and replace(aggregation, make_step=lambda: None)
+        kept = aggregation and without_updates(aggregation, keep_step=self._corrects)
         self._outcome = replace(outcome, replies=(), aggregation=kept)  # frees the updates
         if aggregation is None:
             log.warning("\t> Round %d is lost, the model is unchanged: %s", server_round, outcome.reason)
@@ -178,13 +187,12 @@ class ContextualStrategy(Strategy):
             log.debug("\t> Rule %s: %s", outcome.rule.name, aggregation.info)
         return (record_of(aggregation.params) if aggregation else None), metrics
 
-    def _aggregate(self, current: _Round, replies: list[Message]) -> Outcome:
+    def _aggregate(self, current: Round, replies: list[Message]) -> Outcome:
         failures = sum(reply.has_error() for reply in replies)
         log.info("aggregate_train: Received %s results and %s failures", len(replies) - failures, failures)
-        sent = {message.metadata.message_id: task for task, message in current.sent}
         device_of, key = self._roster.device_of, self.inner.weighted_by_key
         size = array_bytes(replies)  # before parsing, which empties them
-        parsed, excluded = parse_replies(sent, replies, current.params, current.extras, device_of, key)
+        parsed, excluded = parse_replies(current.tasks, replies, current.params, current.extras, device_of, key)
         assert isinstance(self.rule, AnyRule)  # configure_train resolved it
         noise = current.extras.coding.distortions
         aggregator = Aggregator(self.rule, self.settings, self.server, current.population, noise)
@@ -228,7 +236,8 @@ class ContextualStrategy(Strategy):
         log.info("Starting %s strategy:", type(self).__name__)
         log.info("\t├── Number of rounds: %d", num_rounds)
         self.summary()
-        own = {name: getattr(self, name) for name in ("seed", "probes", "epochs", "pool", "gradient_bits")}
+        names = ("seed", "probes", "epochs", "pool", "gradient_bits", "exchanges")
+        own = {name: getattr(self, name) for name in names}
         result, identity = Result(), run_identity(rule, self.server, self.settings, own)
         with self._log.open(initial, identity, self._manifest(rule, num_rounds)) as state:
             self._carried = state.carried
@@ -258,8 +267,7 @@ class ContextualStrategy(Strategy):
     ) -> RunState:
         """Return the state after one more round; its model and metrics are in ``result``, its record is written."""
         began, number = time.monotonic(), state.number + 1
-        messages = self.configure_train(number, result.arrays, train_config, grid)
-        arrays, metrics = self.aggregate_train(number, grid.send_and_receive(messages, timeout=self._timeout))
+        arrays, metrics = self._train(number, result.arrays, train_config, grid)
         note_metrics(result.train_metrics_clientapp, number, metrics)
         result.arrays = result.arrays if arrays is None else arrays
         evaluation: dict[str, float] = {}
@@ -285,21 +293,30 @@ class ContextualStrategy(Strategy):
             )
         return after
 
+    def _train(
+        self, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Return the new model, its step corrected where the rule does that, or None if the round is lost; and metrics."""
+        messages = self.configure_train(number, arrays, config, grid)
+        current = self._round
+        proposed, metrics = self.aggregate_train(number, grid.send_and_receive(messages, timeout=self._timeout))
+        outcome = self._outcome
+        if not self._corrects or current is None or outcome is None or proposed is None or metrics is None:
+            return proposed, metrics
+        key, device_of = self.inner.weighted_by_key, self._roster.device_of
+        correction = Correction(grid, self._timeout, device_of, key, self.settings.defences)
+        self._outcome = outcome = correction.corrected(current, outcome, proposed)
+        assert outcome.aggregation is not None
+        self._carried = outcome.carried
+        metrics["fedcontext.clipped"] = sorted(outcome.aggregation.clipped)
+        return record_of(outcome.aggregation.params), metrics
+
+    @property
+    def _corrects(self) -> bool:
+        return self.exchanges > 1 and self.server is None and corrects(self.rule)
+
     def _manifest(self, rule: AnyRule, rounds: int) -> dict[str, Any]:
         """Return the settings in the first line of the records."""
         algorithm = f"{type(self.inner).__name__}, {rule.name}"
         settings = {"dataset": self.name, "rounds": rounds, "seed": self.seed, "probes": self.probes}
         return {**settings, "algorithm": algorithm, "smoothness": rule.smoothness}
-
-
-@dataclass(frozen=True)
-class _Round:
-    """A round between `configure_train` and `aggregate_train`."""
-
-    number: int
-    params: Arrays
-    trains: bool  # whether the wrapped strategy sampled any node
-    sent: Sequence[tuple[Task, Message]] = ()
-    extras: Extras = Extras()  # noqa: RUF009
-    population: int | None = None  # connected devices
-    bytes_down: int = 0
