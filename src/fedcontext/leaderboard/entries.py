@@ -118,6 +118,10 @@ ENTRANTS = (
     Entrant("contextual-measured", {**_PRINTED, "smoothness": "measured", "probe_averaging": "samples"}),
     Entrant("memory", {"algorithm": "fedavg-memory", "probes": 20}, kind="ours"),
     Entrant("memory-cohort", {"algorithm": "fedavg-memory", "probes": "cohort"}, kind="ours"),
+    Entrant("memory-1-exchange", {"algorithm": "fedavg-memory", "probes": 20, "exchanges": 1}, kind="ours"),
+    Entrant(
+        "memory-cohort-1-exchange", {"algorithm": "fedavg-memory", "probes": "cohort", "exchanges": 1}, kind="ours"
+    ),
     Entrant("fedavg-30", {"algorithm": "fedavg", "devices_per_round": 30, **OFF}, _AVERAGING, "30 devices"),
     Entrant("fedadam-30", {"algorithm": "fedadam", "devices_per_round": 30, **OFF}, _ADAPTIVE, "30 devices"),
     Entrant("oracle-span", {"algorithm": "oracle-span"}, kind="oracle"),
