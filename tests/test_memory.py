@@ -204,7 +204,7 @@ def test_short_updates_are_left_behind_faster_with_the_remaining_slopes(seed):
 
 @pytest.mark.parametrize(("rate", "least", "most"), [(0.01, 3, 8), (1.0, 1, 1)])
 def test_the_first_step_of_a_simulation_is_longer_where_the_learning_rate_is_far_too_small(rate, least, most):
-    settings = {"dataset": "synthetic-iid", "learning_rate": rate, "rounds": 1}
+    settings = {"dataset": "synthetic-iid", "learning_rate": rate, "rounds": 1, "exchanges": 1}
     step, fedavgs = (fc.train(algorithm=name, **settings).params for name in ("fedavg-memory", "fedavg"))
     multiple = np.linalg.norm(step) / np.linalg.norm(fedavgs)
     assert least - 1e-5 <= multiple <= most + 1e-5

@@ -1,0 +1,148 @@
+"""The second exchange: a proposed step, corrected by how the probes' gradients change over it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fedcontext as fc
+
+SIZE = 12
+
+
+def quadratic(seed, devices=6, spread=0.3, condition=20.0):
+    """Devices with losses (w - c_k)ᵀ A (w - c_k) / 2: the curvature, and each device's minimum."""
+    rng = np.random.default_rng(seed)
+    curvature = np.geomspace(1, condition, SIZE)
+    return curvature, 1 + spread * rng.standard_normal((devices, SIZE))
+
+
+def play(seed, rounds, exchanges, noise=0.0, rule=None):
+    """Return the losses of a run in which each device takes a short gradient step, and all probe."""
+    curvature, minima = quadratic(seed)
+    rng, rule, w, before, state, losses = (
+        np.random.default_rng(seed + 1),
+        rule or fc.contextual_memory(),
+        np.zeros(SIZE),
+        None,
+        None,
+        [],
+    )
+    for _ in range(rounds):
+        gradients = [curvature * (w - c) for c in minima]
+        updates = [-0.01 * g for g in gradients]
+        differences = None if before is None else [curvature * (w - before)] * len(minima)
+        result = fc.aggregate(w, updates, gradients=gradients, differences=differences, rule=rule, state=state)
+        if exchanges == 2:
+            changes = [curvature * (result.params - w) + noise * rng.standard_normal(SIZE) for _ in minima]
+            result = fc.correct(w, result, changes, rule=rule)
+        before, w, state = w, result.params, result.state
+        losses.append(float(np.mean([curvature @ (w - c) ** 2 for c in minima])) / 2)
+    return losses
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_corrected_run_reaches_a_lower_loss(seed):
+    lowest = (
+        float(np.mean([quadratic(seed)[0] @ (quadratic(seed)[1].mean(axis=0) - c) ** 2 for c in quadratic(seed)[1]]))
+        / 2
+    )
+    one, two = (play(seed, 6, exchanges)[-1] - lowest for exchanges in (1, 2))
+    assert two < 0.7 * one
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.floats(1e-6, 1e30), st.integers(1, 5))
+def test_no_change_makes_the_step_more_than_twice_as_long(seed, scale, rounds):
+    rng, rule, w, state = np.random.default_rng(seed), fc.contextual_memory(), np.zeros(SIZE), None
+    for _ in range(rounds):
+        updates, gradients = rng.standard_normal((2, 3, SIZE))
+        differences = None if state is None else list(rng.standard_normal((3, SIZE)))
+        result = fc.aggregate(
+            w, list(updates), gradients=list(gradients), differences=differences, rule=rule, state=state
+        )
+        lies = [scale * rng.standard_normal(SIZE) for _ in range(3)]
+        for defences in (fc.Defences(), None):
+            corrected = fc.correct(w, result, lies, rule=rule, defences=defences)
+            proposed = np.linalg.norm(result.step)
+            assert np.linalg.norm(corrected.step - result.step) <= proposed * (1 + 1e-9)
+            assert np.isfinite(corrected.params).all()
+        w, state = corrected.params, corrected.state
+
+
+@pytest.mark.parametrize("lie", [np.nan, np.inf, 1e30, 3e38, -1.0])
+def test_one_lying_probe_of_six_is_named_and_changes_little(lie):
+    curvature, minima = quadratic(0)
+    w, rule = np.zeros(SIZE), fc.contextual_memory()
+    gradients = {k: curvature * (w - c) for k, c in enumerate(minima)}
+    result = fc.aggregate(w, {k: -0.01 * g for k, g in gradients.items()}, gradients=gradients, rule=rule)
+    honest = dict.fromkeys(range(6), curvature * (result.params - w))
+    lying = {**honest, 3: lie * honest[3]}
+    corrected = fc.correct(w, result, lying, rule=rule)
+    assert list(corrected.clipped) == [3]
+    assert "gradient change" in corrected.clipped[3]
+    assert corrected.excluded == {}
+    assert np.linalg.norm(corrected.step - result.step) <= np.linalg.norm(result.step)
+
+
+def test_where_no_change_is_usable_the_proposed_step_stands():
+    rule, w = fc.contextual_memory(), np.zeros(2)
+    result = fc.aggregate(w, [np.array([1.0, 0.0])], gradients=[np.array([-1.0, -3.0])], rule=rule)
+    corrected = fc.correct(w, result, [np.full(2, np.nan)], rule=rule)
+    np.testing.assert_array_equal(corrected.params, result.params)
+    assert "NaN" in corrected.clipped["probe 0"]
+    with pytest.raises(fc.FedcontextError, match="NaN or infinite"):
+        fc.correct(w, result, [np.full(2, np.nan)], rule=rule, defences=None)
+
+
+def test_a_step_along_which_the_loss_is_not_convex_is_not_corrected():
+    rule, w = fc.contextual_memory(), np.zeros(2)
+    result = fc.aggregate(w, [np.array([1.0, 0.0])], gradients=[np.array([-1.0, -3.0])], rule=rule)
+    corrected = fc.correct(w, result, [np.array([-1.0, 0.5])], rule=rule)
+    np.testing.assert_array_equal(corrected.params, result.params)
+
+
+def test_buffers_and_integers_are_those_of_the_aggregation():
+    params = {"w": np.zeros(2, np.float32), "mean": np.ones(1, np.float32), "count": np.array([3])}
+    update = {"w": np.array([1.0, 0.5], np.float32), "mean": np.ones(1, np.float32), "count": np.array([2])}
+    rule = fc.contextual_memory()
+    result = fc.aggregate(params, [update], gradients=[{"w": -update["w"]}], rule=rule, buffers=["mean"])
+    corrected = fc.correct(params, result, [{"w": 0.5 * update["w"]}], rule=rule, buffers=["mean"])
+    assert corrected.params["mean"] == 2
+    assert corrected.params["count"] == 5
+    assert corrected.params["w"].dtype == np.float32
+    np.testing.assert_allclose(corrected.params["w"], corrected.step["w"])
+    assert corrected.motion.step_norm == pytest.approx(np.linalg.norm(corrected.step["w"]), rel=1e-6)
+
+
+def test_what_cannot_be_corrected_is_refused():
+    w, update = np.zeros(2), [np.ones(2)]
+    mean = fc.aggregate(w, update, rule=fc.mean())
+    with pytest.raises(fc.FedcontextError, match="rule 'mean' does not correct its steps"):
+        fc.correct(w, mean, update, rule=fc.mean())
+    rule = fc.contextual_memory(fc.MemorySettings(correction=0))
+    result = fc.aggregate(w, update, gradients=[-np.ones(2)], rule=rule)
+    with pytest.raises(fc.FedcontextError, match="does not correct"):
+        fc.correct(w, result, update, rule=rule)
+    rule = fc.contextual_memory()
+    result = fc.aggregate(w, update, gradients=[-np.ones(2)], rule=rule)
+    with pytest.raises(fc.FedcontextError, match="changes is empty"):
+        fc.correct(w, result, [], rule=rule)
+    with pytest.raises(fc.FedcontextError, match=r"change of probe 0: .* must have shape \(2,\), got \(3,\)"):
+        fc.correct(w, result, [np.ones(3)], rule=rule)
+
+
+def test_a_simulation_counts_the_second_exchange_and_can_leave_it_out():
+    one, two = (fc.train(dataset="synthetic-iid", rounds=2, exchanges=count).records for count in (1, 2))
+    size, probes = 610, 20
+    assert two[0].bytes_down - one[0].bytes_down == probes * 2 * 4 * size  # the params and the proposed ones
+    assert probes * size / 8 <= two[0].bytes_up - one[0].bytes_up <= 1.6 * probes * size / 8  # one bit an entry
+    assert two[0].seconds > one[0].seconds
+    assert two[0].loss != one[0].loss
+    fedavg = [
+        fc.train(dataset="synthetic-iid", algorithm="fedavg", rounds=1, exchanges=count).records[0].loss
+        for count in (1, 2)
+    ]
+    assert fedavg[0] == fedavg[1]
