@@ -63,8 +63,8 @@ def test_no_change_makes_the_step_more_than_twice_as_long(seed, scale, rounds):
         result = fc.aggregate(
             w, list(updates), gradients=list(gradients), differences=differences, rule=rule, state=state
         )
-        lies = [scale * rng.standard_normal(SIZE) for _ in range(3)]
-        for defences in (fc.Defences(), None):
+        lies = [scale * rng.standard_normal(SIZE) for _ in result.probes]
+        for defences in (None, fc.Defences()):
             corrected = fc.correct(w, result, lies, rule=rule, defences=defences)
             proposed = np.linalg.norm(result.step)
             assert np.linalg.norm(corrected.step - result.step) <= proposed * (1 + 1e-9)
@@ -128,6 +128,16 @@ def test_what_cannot_be_corrected_is_refused():
         fc.correct(w, result, update, rule=rule)
     rule = fc.contextual_memory()
     result = fc.aggregate(w, update, gradients=[-np.ones(2)], rule=rule)
+    corrected = fc.correct(w, result, update, rule=rule)
+    with pytest.raises(fc.FedcontextError, match="corrected already"):
+        fc.correct(w, corrected, update, rule=rule)
+    with pytest.raises(fc.FedcontextError, match="one for each of the 1 probes"):
+        fc.correct(w, result, [*update, *update], rule=rule)
+    with pytest.raises(fc.FedcontextError, match="distortion must be a share from 0 to 1, got -5"):
+        fc.correct(w, result, update, rule=rule, distortion=-5)
+    robust = fc.robust_gradients(rule, "median")
+    with pytest.raises(fc.FedcontextError, match="does not correct"):
+        fc.correct(w, result, update, rule=robust)
     with pytest.raises(fc.FedcontextError, match="changes is empty"):
         fc.correct(w, result, [], rule=rule)
     with pytest.raises(fc.FedcontextError, match=r"change of probe 0: .* must have shape \(2,\), got \(3,\)"):

@@ -161,7 +161,7 @@ class Experiment:
         "Devices whose gradient or update is longer than this multiple of the upper median are left out, as for NaN; 0 disables",
     )
     fleet: str = setting("edge", one_of(PROFILES), "Speeds and links of the devices")
-    deadline: float = setting(0, number(), "Seconds after which a round ends; 0 waits for every device")
+    deadline: float = setting(0, number(), "Seconds after which an exchange of a round ends; 0 waits for every device")
     over_select: float = setting(0, number(), "Fraction of additional devices to select; the first replies are kept")
     faults: str = setting(
         "none",

@@ -129,7 +129,7 @@ def test_without_a_usable_change_the_proposed_step_stands_and_one_line_says_so(
 
 @pytest.mark.parametrize("error", [fc.FedcontextError("it overflows"), np.linalg.LinAlgError("it overflows")])
 def test_a_correction_that_fails_leaves_the_proposed_step(tmp_path: Path, error: Exception, caplog) -> None:
-    def fail(change, state):
+    def fail(change, squared_error, state):
         raise error
 
     found, record = run(tmp_path, rule=replace(fc.contextual_memory(), correct=fail))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +18,9 @@ from fedcontext.aggregation.validation import (
     check_population,
     checked_leaves,
     named,
-    names_of,
 )
 from fedcontext.arrays.tree import FloatArray, Leaves, Structure, leaves, rebuild
-from fedcontext.errors import FedcontextError
+from fedcontext.errors import FedcontextError, shown
 from fedcontext.measurement.defences import OFF, Defences
 from fedcontext.measurement.geometry import Name, Structures
 from fedcontext.measurement.screening import screen_changes
@@ -44,13 +43,13 @@ def correct(
 
     It takes a second, short exchange with the probes of the round: send them ``result.params``, and let each return its
     gradient there minus its gradient at ``params``. `contextual_memory` then needs about a quarter fewer rounds. A correction
-    is at most as long as the step itself. Where no change is usable, the result is returned as it is.
+    is at most as long as the step itself; a result is corrected once. Where no change is usable, the result is returned as it is.
 
     Args:
         params: the model before the round, as `aggregate` got it; ``out`` must not have been ``params`` there.
         result: what `aggregate` returned; ``result.probes`` names the probes whose gradients it used.
-        changes: each probe's gradient at ``result.params`` minus that at ``params``, like ``params`` without its buffers; a
-            mapping gives the devices names.
+        changes: each probe's gradient at ``result.params`` minus that at ``params``, like ``params`` without its buffers: one
+            for each of ``result.probes``, in this order, or a mapping by their names, in which some may be missing.
         rule: the rule of `aggregate`.
         population: the total number of devices, where known.
         distortion: the share of the changes that is noise of the code in which they were sent: `Codec.distortion`.
@@ -64,7 +63,7 @@ def correct(
     >>> corrected = fc.correct(w, result, [curvature * (result.params - w)], rule=rule)
     >>> losses = [float(curvature @ model**2) / 2 for model in (w, result.params, corrected.params)]
     >>> [round(loss, 1) for loss in losses]
-    [9.5, 5.7, 2.6]
+    [9.5, 5.7, 4.6]
     """
     if not isinstance(rule, SumRule) or rule.correct is None:
         raise FedcontextError(
@@ -77,10 +76,20 @@ def correct(
     owners = named("change of probe", changes)
     if not owners:
         raise FedcontextError("changes is empty; give at least one probe's change of gradient")
+    if "correction" in result.info:
+        raise FedcontextError("the step of this result is corrected already: correct each result of aggregate once")
+    if not (isinstance(distortion, int | float) and 0 <= distortion <= 1):
+        raise FedcontextError(f"distortion must be a share from 0 to 1, got {shown(distortion)}")
+    names = list(changes) if isinstance(changes, Mapping) else result.probes
+    if len(names) != len(owners):
+        raise FedcontextError(
+            f"changes must be one for each of the {len(names)} probes in result.probes, got {len(owners)}; "
+            "give a mapping by name where some are missing"
+        )
     rows = [checked_leaves(owner, each, base, set(measured), set(), NO_GRADIENT) for owner, each in owners.items()]
     own = flat(leaves(result.step), measured)
     median = result.screened.median_gradient
-    vectors, notes = _usable(names_of(changes, "probe "), rows, measured, own, median, limits)
+    vectors, notes = _usable(names, rows, measured, own, median, limits)
     clipped = {**result.clipped}
     for name, note in notes.items():
         clipped[name] = "; ".join(filter(None, (clipped.get(name, ""), note)))
@@ -100,10 +109,10 @@ def _usable(
 ) -> tuple[list[FloatArray], dict[Name, str]]:
     """Return the changes that are used, as flat vectors, and what was clipped or left out."""
     vectors = [flat(row, measured) for row in rows]
+    for name, vector in zip(names, vectors, strict=True) if not defences.outlier else ():
+        if not np.isfinite(vector).all():
+            raise FedcontextError(f"change of {name}: it has NaN or infinite entries")
     if defences == OFF:
-        for name, vector in zip(names, vectors, strict=True):
-            if not np.isfinite(vector).all():
-                raise FedcontextError(f"change of probe {name}: it has NaN or infinite entries")
         return vectors, {}
     with np.errstate(over="ignore", invalid="ignore"):
         unit = step / (float(np.linalg.norm(step)) or 1.0)
@@ -123,11 +132,12 @@ def _with_step(
     info: dict[str, Any],
 ) -> Aggregation:
     """Return an aggregation with another step of the measured leaves."""
-    step = unflat(vector, base, measured)
+    step, mean = unflat(vector, base, measured), result.info.get("mean")
     moved = add_step({name: base[name] for name in measured}, step)
     return replace(
         result,
         params=rebuild(params, {**leaves(result.params), **moved}),
+        weights=result.weights * (info["mean"] / mean) if mean and "mean" in info else result.weights,
         state=state,
         info={**result.info, **info},
         motion=replace(result.motion, step_norm=float(np.sqrt(dot(vector, vector)))),

@@ -39,8 +39,7 @@ def step_of(
             f"rule '{rule.name}': step must return (step, state, info), info a dict, got {_described(returned)}"
         )
     step, after, info = returned
-    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in info.items()}
-    return _numbers(step, sums.size, f"rule '{rule.name}': step", "entries"), after, plain
+    return _numbers(step, sums.size, f"rule '{rule.name}': step", "entries"), after, _plain(info)
 
 
 def correction_of(
@@ -54,7 +53,7 @@ def correction_of(
             f"rule '{rule.name}': correct must return (step, state, info), info a dict, got {_described(returned)}"
         )
     step, after, info = returned
-    return _numbers(step, len(change), f"rule '{rule.name}': correct", "entries"), after, dict(info)
+    return _numbers(step, len(change), f"rule '{rule.name}': correct", "entries"), after, _plain(info)
 
 
 def combination_of(rule: CoordinateRule, block: FloatArray) -> FloatArray:
@@ -80,6 +79,10 @@ def _numbers(value: object, count: int, function: str, what: str, *, check_finit
     if check_finite and not np.isfinite(numbers).all():
         raise FedcontextError(f"{function} must return {count} finite {what}, got {shown(numbers)}")
     return np.asarray(numbers, np.float64)
+
+
+def _plain(info: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in info.items()}
 
 
 def _described(value: object) -> str:

@@ -235,7 +235,7 @@ def lying_changes(
 ) -> dict[int, FloatArray]:
     """Return the changes of the probes' gradients over a proposed step, with those of liars replaced.
 
-    Who lies about gradients does so here too; ``poisoned`` has the changes of who computes on poisoned data.
+    "gradient-scaling" and "gradient-flip" apply here too; ``poisoned`` has the changes of who computes on poisoned data.
 
     >>> who = next(iter(liars(0, 10, 0.1)))
     >>> float(lying_changes({who: np.ones(1)}, 0, 10, {"gradient-flip": 0.1}, {})[who][0])

@@ -137,6 +137,8 @@ def with_faults(
 def faulty_changes(changes: Mapping[int, FloatArray], seed: int, number: int, faults: Shares) -> dict[int, FloatArray]:
     """Return what arrives of the changes of the probes' gradients over a proposed step.
 
+    A fault strikes both exchanges of a round alike. With the defences on, whoever sent NaN is not asked again.
+
     >>> faulty_changes({7: np.ones(1)}, 0, 1, {"scale": 1.0}), faulty_changes({7: np.ones(1)}, 0, 1, {"lost-gradient": 1.0})
     ({7: array([1000.])}, {})
     """

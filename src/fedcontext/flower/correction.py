@@ -60,7 +60,7 @@ class Correction:
         changes, unusable = self._changes(asked, replies, set(outcome.buffers))
         for line in by_reason(unusable):
             log.warning("\t> Not in the correction: %s", line)
-        aggregation = _noted(_corrected(current.params, outcome, changes, self.defences), unusable)
+        aggregation = _noted(_corrected(current, outcome, changes, self.defences), unusable)
         carried, kept = replace(outcome.carried, rule=aggregation.state), without_updates(aggregation, keep_step=False)
         return replace(outcome, aggregation=kept, carried=carried, bytes_down=down, bytes_up=up)
 
@@ -95,12 +95,21 @@ def _asked(current: Round, probes: list[int], proposed: ArrayRecord, ttl: float 
 
 
 def _corrected(
-    params: Arrays, outcome: Outcome, changes: Mapping[int, Arrays], defences: Defences | None
+    current: Round, outcome: Outcome, changes: Mapping[int, Arrays], defences: Defences | None
 ) -> Aggregation:
     proposed, rule, reason = outcome.aggregation, outcome.rule, "no usable change of a gradient"
     assert proposed is not None
     try:
-        found = correct(params, proposed, changes, rule=rule, buffers=outcome.buffers, defences=defences)
+        found = correct(
+            current.params,
+            proposed,
+            changes,
+            rule=rule,
+            population=current.population,
+            distortion=current.extras.coding.distortions[1],
+            buffers=outcome.buffers,
+            defences=defences,
+        )
         if found.params is not proposed.params:
             log.debug("\t> Correction: %.3g of the step's length", found.info.get("correction", np.nan))
             return found

@@ -40,19 +40,28 @@ def contradicting(
     if along is None or not names:
         return {}
     steep = _steep(names, _divided(along.slopes, gradient_norms), used, defences.max_descent)
-    return steep | _concave(names, _divided(along.curvatures, difference_norms), used, defences.max_concavity)
+    against = concave(names, along.curvatures, difference_norms, used, defences.max_concavity)
+    return steep | {
+        name: f"gradient: not used, its difference has {multiple:.3g} times the median cosine with the last step"
+        for name, multiple in against.items()
+    }
 
 
-def _concave(names: Sequence[Name], cosines: FloatArray, used: BoolArray, most: float) -> dict[Name, str]:
-    """Return who has negative curvature where that of most devices is positive.
+def concave(
+    names: Sequence[Name], products: FloatArray, norms: FloatArray, used: BoolArray, most: float
+) -> dict[Name, float]:
+    """Return who has negative curvature where that of most devices is positive, and their multiples of the median cosine.
+
+    ``products`` are (P,) inner products of the changes of gradients with a step of length one, ``norms`` their lengths.
 
     That is the mark of a reversed gradient: for a convex loss <∇F(w) - ∇F(w'), w - w'> is never negative.
     """
+    cosines = _divided(products, norms)
     median = float(np.median(cosines[used]))
     if not most or not median > 0:
         return {}
     return {
-        name: f"gradient: not used, its difference has {multiple:.3g} times the median cosine with the last step"
+        name: float(multiple)
         for name, multiple, use in zip(names, cosines / median, used, strict=True)
         if use and multiple < -most
     }

@@ -15,7 +15,7 @@ import numpy as np
 from fedcontext.arrays.tree import SCRATCH, BoolArray, FloatArray, Leaves, all_finite, leaf_name
 from fedcontext.measurement.defences import OFF, Defences, NoneUsable, capped, lower_median, upper_median
 from fedcontext.measurement.geometry import Geometry, Name, Products, Vectors, norms_of, shares
-from fedcontext.measurement.last_step import AlongLastStep, contradicting
+from fedcontext.measurement.last_step import AlongLastStep, concave, contradicting
 
 FEWEST = 3  # vectors that are not zero among which one can be an outlier
 NEGLIGIBLE = 1e-3  # a vector of a smaller share of the median length is named: it looks wrong
@@ -213,22 +213,20 @@ def screen_changes(
     are clipped relative to the ``median`` norm of the round's gradients.
     """
     sent = SentVectors("gradient change", names, rows, measured, norms_of(rows, measured), 0, 0)
-    unused = sent.unusable
-    used = _used(names, unused, len(rows))
+    notes = {name: f"{why}, not used" for name, why in sent.unusable.items()}
+    used = _used(names, notes, len(rows))
     norms = np.where(used, sent.norms, 0)
-    if used.any():
-        nothing = AlongLastStep(np.zeros(len(rows)), np.where(used, along, 0))
-        unused |= contradicting(names, nothing, norms, norms, used, replace(defences, max_descent=0))
-    notes = {
-        name: f"{why.replace('gradient: not used, ', 'gradient change: ')}, not used" for name, why in unused.items()
-    }
+    against = concave(names, np.where(used, along, 0), norms, used, defences.max_concavity) if used.any() else {}
+    for name, multiple in against.items():
+        notes[name] = f"gradient change: not used, it has {multiple:.3g} times the median cosine with the proposed step"
+    used = _used(names, notes, len(rows))
     longest = defences.max_gradient * median
     longer = (norms > longest) & (longest > 0)
     factors = np.divide(longest, norms, out=np.ones(len(norms)), where=longer)
     for row in np.flatnonzero(longer).tolist():
         clipped = f"{norms[row] / median:.3g} times the median norm of gradients, clipped to {defences.max_gradient:g}"
         notes.setdefault(names[row], f"gradient change: {clipped}")
-    return np.where(_used(names, unused, len(rows)), factors, 0), notes
+    return np.where(used, factors, 0), notes
 
 
 def _groups(

@@ -2,7 +2,7 @@
 
 The rule with memory proposes a step s from what it knows at w. Probes then report the change of their gradients from w to
 w + s; its mean y shows the curvature along s, and m + y estimates the gradient at w + s. The correction minimises a
-quadratic model of the loss around w + s over three directions: s itself, -(m + y), and -(m + y) preconditioned.
+quadratic model of the loss around w + s over s itself, -(m + y), and -(m + y) preconditioned (where the rule has q).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def corrected_step(
 ) -> tuple[FloatArray, Memory, dict[str, Any]]:
     """Return the step after its correction, the memory for the next round, and the correction's relative length.
 
-    ``error`` is the expected squared error of ``change``, ``memory`` that of the proposed step. Where the loss is not convex along the step, it stays as it is. The correction
-    is at most √cos(y, s) as long as the step, for on a parabola that is round y is along s; and at most ``trial`` times that
-    before any curvature was measured.
+    ``error`` is the expected squared error of ``change``, ``memory`` that of the proposed step. Where the loss is not convex
+    along the step, it stays as it is. The correction is at most √cos(y, s) as long as the step, since y is parallel to s where
+    the curvature is the same in all directions; and at most ``trial`` times that before any curvature was measured.
     """
     s, y = memory.step, change
     bend = dot(y, s)
     if not bend > 0:
-        return s, memory, {"correction": 0.0}
+        return s, memory, {"correction": 0.0, "mean": _along_mean(memory)}
     u = metric(memory.square, settings.power)
     scale = 1 / (u + settings.smallest)
     fit = fitted(memory.normal, memory.right, memory.curvature, s, y, u, settings.decay)
@@ -57,7 +57,13 @@ def corrected_step(
         right=fit[1],
         curvature=fit[2],
     )
-    return after.step, after, {"correction": norm(correction) / lengths[STEP]}
+    return after.step, after, {"correction": norm(correction) / lengths[STEP], "mean": _along_mean(after)}
+
+
+def _along_mean(memory: Memory) -> float:
+    """Return how many mean updates the step goes along the mean update."""
+    d = memory.step - memory.deviation
+    return dot(memory.step, d) / norm(d) ** 2
 
 
 def _believed(memory: Memory) -> FloatArray:
@@ -74,7 +80,7 @@ def _hessian(
     y: FloatArray,
     settings: MemorySettings,
 ) -> FloatArray:
-    """Return (3, 3) the model k₁ I + k₂ diag(u) on the directions, with a damped BFGS update by s and y.
+    """Return the model k₁ I + k₂ diag(u) on the directions, with a damped BFGS update by s and y.
 
     Along s and the gradient the curvature is at least ‖y‖/‖s‖, the Lipschitz constant of the gradient that was met; along the
     preconditioned gradient the same holds in the variables w / √scale, in which that is the gradient.

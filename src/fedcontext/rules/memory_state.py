@@ -42,7 +42,7 @@ class MemorySettings:
     trial: float = 0.3  # first limit of ‖step - d‖ / ‖d‖, where s was d: trial x growth^-e, e the evidence on steps
     secant: float = 1.0  # or, if larger, secant x cos(y, s) x the steps to the minimum that the slopes along s show
     scaled_gradient: bool = True  # whether q is a direction
-    correction: float = 1.0  # largest length of a correction, in lengths of the proposed step; 0 disables corrections
+    correction: float = 1.0  # longest correction, in multiples of √cos(y, s) proposed steps; 0 disables corrections
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -128,7 +128,7 @@ def robust_gradients(rule: Rule | SumRule, how: Combination) -> Rule | SumRule:
     """Return a rule whose estimate of the gradient a minority of lying probes cannot lead far.
 
     ``how`` is "median", "median-of-means", "trimmed-mean" or "trust", which needs ``root_gradient``, the gradient of
-    samples that the server holds itself; "mean" is the rule as it is.
+    samples that the server holds itself; "mean" is the rule as it is. A rule with memory then has one exchange a round.
 
     >>> from fedcontext.rules.contextual import contextual
     >>> robust_gradients(contextual(smoothness=10), "median-of-means").name
@@ -143,7 +143,10 @@ def robust_gradients(rule: Rule | SumRule, how: Combination) -> Rule | SumRule:
     if how == "mean":
         return rule
     own: frozenset[Need] = frozenset({"root gradient"} if how == "trust" else ())
-    return replace(rule, name=f"{rule.name}, {how}", needs=rule.needs | own, gradients=how)
+    name, needs = f"{rule.name}, {how}", rule.needs | own
+    if isinstance(rule, SumRule):  # the second exchange takes a plain mean, so it is left out
+        return replace(rule, name=name, needs=needs, gradients=how, correct=None)
+    return replace(rule, name=name, needs=needs, gradients=how)
 
 
 def _share(liars: float) -> None:
