@@ -90,8 +90,8 @@ def memory_of(state: State, size: int, settings: MemorySettings) -> Memory:
         )
     if len(memory.directions) != count_directions(settings):
         raise FedcontextError(
-            f"the state of rule 'contextual memory' has {len(memory.directions)} directions, expected {count_directions(settings)}: "
-            "it is of other settings or of an earlier version; start anew"
+            f"the state of rule 'contextual memory' has {len(memory.directions)} directions, expected "
+            f"{count_directions(settings)}: it is of other settings or of an earlier version; start anew"
         )
     return memory
 
