@@ -141,8 +141,11 @@ def test_rows_of_another_machine_are_kept_beside_new_ones_at_the_same_levels(tmp
     task = Task("relative", "nonconvex", TINY, (0.5, 1.0), relative=True)
     (before,) = board.compete([task], [FEDAVG], tmp_path, tuning=(100,), seeds=(0, 1))
     before = replace(before, levels=[level - 0.01 for level in before.levels])  # as if FedAvg had done worse there
-    (made,) = board.compete([task], [MEMORY], tmp_path, tuning=(100,), seeds=(0, 1), earlier=[before])
+    (made,) = board.compete([task], [MEMORY], tmp_path / "new", tuning=(100,), seeds=(0, 1), earlier=[before])
     assert made.levels == before.levels
+    assert {path.stem for path in (tmp_path / "new").glob("*.jsonl")} == {
+        task.experiment(MEMORY.settings, seed).name for seed in (0, 1)
+    }  # FedAvg did not run again
     assert set(merge([before], [made])[0].rows) == {"fedavg", MEMORY.name}
 
 

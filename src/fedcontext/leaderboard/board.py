@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TypeAlias
@@ -35,10 +35,19 @@ def all_tuning_experiments(
 
 
 def all_test_experiments(
-    tasks: Sequence[Task], entrants: Sequence[Entrant], tuning: Sequence[int], seeds: Sequence[int], out: Path
+    tasks: Sequence[Task],
+    entrants: Sequence[Entrant],
+    tuning: Sequence[int],
+    seeds: Sequence[int],
+    out: Path,
+    known: Container[str] = (),
 ) -> list[Experiment]:
-    """Return the runs of the chosen candidates on the test seeds, from the records of tuning in ``out``."""
-    reference = [task.experiment(FEDAVG, seed) for task in tasks if task.relative for seed in seeds]
+    """Return the runs of the chosen candidates on the test seeds, from the records of tuning in ``out``.
+
+    FedAvg's runs, which relative levels follow, are not needed for tasks whose levels are ``known``.
+    """
+    relative = [task for task in tasks if task.relative and task.name not in known]
+    reference = [task.experiment(FEDAVG, seed) for task in relative for seed in seeds]
     return reference + [
         task.experiment(tune(task, entrant, tuning, out), seed)
         for task in tasks
@@ -92,9 +101,11 @@ def compete(
     if shared := set(tuning) & set(seeds):
         raise FedcontextError(f"tuning seeds and test seeds must differ, both contain {sorted(shared)}")
     run_with_progress("tuning", all_tuning_experiments(tasks, entrants, tuning), out, jobs, progress)
-    run_with_progress("test", all_test_experiments(tasks, entrants, tuning, seeds, out), out, jobs, progress)
-    kept = {(each.task, each.rounds): each.levels for each in earlier if list(each.seeds) == list(seeds)}
-    levels = [kept.get((task.name, task.rounds)) or levels_of(task, seeds, out) for task in tasks]
+    rounds = {task.name: task.rounds for task in tasks}
+    same = [each for each in earlier if each.rounds == rounds.get(each.task) and list(each.seeds) == list(seeds)]
+    kept = {each.task: each.levels for each in same}
+    run_with_progress("test", all_test_experiments(tasks, entrants, tuning, seeds, out, kept), out, jobs, progress)
+    levels = [kept.get(task.name) or levels_of(task, seeds, out) for task in tasks]
     return [_task_result(*pair, entrants, out, tuning, seeds) for pair in zip(tasks, levels, strict=True)]
 
 
