@@ -36,27 +36,20 @@ def corrected_step(
         return s, memory, {"correction": 0.0, "mean": _along_mean(memory)}
     u = metric(memory.square, settings.power)
     scale = 1 / (u + settings.smallest)
-    fit = fitted(memory.normal, memory.right, memory.curvature, s, y, u, settings.decay)
+    _, _, k = fitted(memory.normal, memory.right, memory.curvature, s, y, u, settings.decay)
     m = memory.gradient + y
     unit = np.stack([s, -m, *([-m * scale] if settings.scaled_gradient else [])])
     lengths = np.array([norm(vector) for vector in unit])
     unit /= lengths[:, None]
     slopes = along(unit, m)
     slopes[STEP + 1 :] *= np.minimum(_believed(memory), max(0.0, 1 - error / lengths[STEP + 1] ** 2))
-    h = _hessian(unit, u, scale, fit[2], s, y, settings)
+    h = _hessian(unit, u, scale, k, s, y, settings)
     low = np.where(np.arange(len(unit)) == STEP, -lengths[STEP], 0.0)
     x = minimise_in_box(h, slopes, low, np.full(len(unit), np.inf))
     cosine = bend / (norm(s) * norm(y))
     most = settings.correction if memory.normal.any() else min(settings.correction, settings.trial)
     correction = shortened(combined(x, unit), most * np.sqrt(cosine) * lengths[STEP])
-    after = replace(
-        memory,
-        step=s + correction,
-        deviation=memory.deviation + correction,
-        normal=fit[0],
-        right=fit[1],
-        curvature=fit[2],
-    )
+    after = replace(memory, step=s + correction, deviation=memory.deviation + correction)
     return after.step, after, {"correction": norm(correction) / lengths[STEP], "mean": _along_mean(after)}
 
 
