@@ -17,7 +17,7 @@ from fedcontext.flower.exclusion import Outcome, by_reason, defect
 from fedcontext.flower.messages import Round, Task, message_for, parse_replies
 from fedcontext.flower.protocol import Arrays, array_bytes
 from fedcontext.measurement.defences import Defences
-from fedcontext.plan import Stream
+from fedcontext.plan import Stream, asked_again
 from fedcontext.rules.base import SumRule
 
 log = logging.getLogger("flwr")
@@ -50,9 +50,10 @@ class Correction:
     defences: Defences | None
 
     def corrected(self, current: Round, outcome: Outcome, proposed: ArrayRecord) -> Outcome:
-        """Return the outcome of a round with its step corrected by the probes that it used; ``proposed`` is its model."""
+        """Return the outcome of a round with its step corrected by probes that it used; ``proposed`` is its model."""
         assert outcome.aggregation is not None
-        probes = sorted(device for device in outcome.aggregation.probes if isinstance(device, int))
+        probed = {device for device in outcome.aggregation.probes if isinstance(device, int)}
+        probes = asked_again(current.extras.seed, current.extras.number, probed).tolist()
         extras = replace(current.extras, previous=current.arrays, remaining=False, stream=Stream.CHANGE_CODE)
         asked = _asked(replace(current, extras=extras), probes, proposed, self.timeout)
         replies = self._replies([message for _, message in asked.sent])
