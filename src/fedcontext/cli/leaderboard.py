@@ -75,7 +75,8 @@ def leaderboard(
     path = out_dir / "results.json"
     given = {"quick": quick, "group": group, "tasks": tasks, "entrants": entrants, "device": device, "docs": docs}
     with interruptible(out_dir, REUSED), lock(path):
-        earlier = results.read_results(path) if path.exists() and not quick else []
+        kept = path if docs is None or path.exists() else results.PUBLISHED  # whose other rows stay
+        earlier = results.read_results(kept) if kept.exists() and not quick else []
         made = board.compete(
             chosen,
             rivals,

@@ -112,8 +112,7 @@ def memory_step(
     hits, squares, factors = _calibration(slopes, g - y, m, error, memory, settings)
     if bend > 0:
         hessian = _hessian(unit, u, scale, fit[2], y, bend, lengths[PREVIOUS], settings)
-        momentum = settings.momentum * min(1.0, settings.restart * (1 - float(fresh[0, 0])))
-        x = _model_minimum(hessian, slopes * factors, lengths, momentum, settings)
+        x = _model_minimum(hessian, slopes * factors, lengths, settings)
     else:
         x = lengths * (np.arange(len(unit)) == MEAN)  # no convex model: FedAvg's step
     length = settings.decay * memory.length + (1 - settings.decay) * lengths[MEAN]
@@ -249,13 +248,11 @@ def _calibration(
     return hits, squares, reliability(slopes, m, error, hits, squares)
 
 
-def _model_minimum(
-    h: FloatArray, slopes: FloatArray, lengths: FloatArray, momentum: float, settings: MemorySettings
-) -> FloatArray:
+def _model_minimum(h: FloatArray, slopes: FloatArray, lengths: FloatArray, settings: MemorySettings) -> FloatArray:
     """Return the x that minimises slopes·x + xᵀHx/2 with x_d >= 0.2 ‖d‖, -‖s‖ <= x_s <= momentum ‖s‖, and the others >= 0."""
     low, high = np.zeros(len(h)), np.full(len(h), np.inf)
     low[MEAN] = 2 * settings.floor * lengths[MEAN]
-    low[PREVIOUS], high[PREVIOUS] = -lengths[PREVIOUS], momentum * lengths[PREVIOUS]
+    low[PREVIOUS], high[PREVIOUS] = -lengths[PREVIOUS], settings.momentum * lengths[PREVIOUS]
     return minimise_in_box(h + settings.ridge * np.trace(h) / len(h) * np.eye(len(h)), slopes, low, high)
 
 

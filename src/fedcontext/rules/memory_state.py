@@ -25,8 +25,7 @@ class MemorySettings:
     )
     least_trust: float = 0.2  # lower limit of the trust, the factor of the longest step
     reach: float = 3.0  # the model's minimiser is cut to reach x trust x R, R the larger of ‖d‖ and its running mean
-    momentum: float = 0.8  # largest multiple of the previous step
-    restart: float = 2.0  # momentum is multiplied by min(1, restart x (1 - e)), e the evidence on the last step alone
+    momentum: float = 0.4  # largest multiple of the previous step
     anchor: float = 0.6  # first limit of ‖step - d‖ / ‖d‖, or / R
     near: float = 1.0  # largest anchor that is relative to ‖d‖; larger ones are relative to R
     growth: float = 16.0  # largest factor by which evidence can change that limit in one round; it scales `trial` too
