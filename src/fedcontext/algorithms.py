@@ -20,7 +20,7 @@ from fedcontext.variates import ControlVariates
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The settings that algorithms are made from; each uses those it has."""
+    """The settings that algorithms are made from; each algorithm reads the ones it needs."""
 
     learning_rate: float
     smoothness: float  # β of the bound; the paper's choice is 1 / learning_rate

@@ -10,7 +10,7 @@ from fedcontext.arrays.tree import BoolArray, FloatArray
 from fedcontext.errors import FedcontextError
 from fedcontext.plan import IntArray, RoundPlan, Stream, generator
 
-# why a reply is excluded that came after enough others; nothing is wrong with it
+# the reason for valid replies beyond the number that the server waits for
 QUOTA_MET = "over-selection quota met"
 
 

@@ -13,7 +13,7 @@ NAMED = 3  # devices that an error names; the others are counted
 
 
 class Diverged(FedcontextError):
-    """Local training left the finite numbers; ``updates`` has those of all devices, as far as an engine knows them."""
+    """Local training produced NaN or infinity; ``updates`` has those of all devices, as far as an engine knows them."""
 
     updates: Sequence[Structure] = ()
 
@@ -62,7 +62,7 @@ class LocalSGD:
                 )
 
     def divergence_error(self, devices: Sequence[int], updates: Sequence[Structure] = ()) -> Diverged:
-        """Return what to raise where the training of these devices left the finite numbers.
+        """Return what to raise where the training of these devices produced NaN or infinity.
 
         >>> print(LocalSGD(100.0, 10).divergence_error([3, 7, 1, 4, 8]))  # doctest: +NORMALIZE_WHITESPACE
         devices 3, 7, 1 and 2 more: the loss turned NaN or infinite in local training, and nothing was aggregated;

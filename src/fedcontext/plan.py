@@ -131,7 +131,7 @@ def _probes(seed: int, number: int, population: int, cohort: IntArray, probes: P
 def asked_again(seed: int, number: int, probes: Collection[int]) -> IntArray:
     """Return the probes of the second exchange of a round, in ascending order: nine tenths of those of the first.
 
-    With all of 20 a round would send a little more than 1.25 models a device where codes of small models have much padding.
+    It saves a tenth of that exchange: the round of a model with 9,098 parameters sends 1.25 models a device in place of 1.256.
 
     >>> len(asked_again(0, 1, range(20))), asked_again(0, 1, {7, 3, 5})
     (18, array([3, 5, 7]))

@@ -14,7 +14,7 @@ from fedcontext.coding import coding_for
 from fedcontext.datasets import FederatedData, load_dataset
 from fedcontext.datasets.federated import full_participation, gather
 from fedcontext.engines.base import Engine, EngineOptions, engine_named
-from fedcontext.errors import FedcontextError, shown, warn_user
+from fedcontext.errors import FedcontextError, positive, shown, warn_user
 from fedcontext.experiment import Experiment, checked, experiment_from
 from fedcontext.faults.disturbance import disturbance_of
 from fedcontext.fleet import PROFILES, make_fleet
@@ -24,7 +24,7 @@ from fedcontext.records import RoundRecord
 from fedcontext.rules.base import AnyRule
 from fedcontext.settings import parse_shares
 from fedcontext.simulation import Simulation
-from fedcontext.smoothness import measured_smoothness, smoothness_of
+from fedcontext.smoothness import measured_smoothness
 from fedcontext.state import State
 
 USED_WITH_RULES = ("learning_rate", "batch_size", "momentum", "weight_decay", "clip", "server_learning_rate")
@@ -66,7 +66,7 @@ def prepare(
     own_engine = engine is not None
     engine = engine or _engine(experiment, data, model)
     rate = algorithm.local.learning_rate if isinstance(algorithm, Algorithm) else experiment.learning_rate
-    beta = smoothness_of(experiment.smoothness, rate, lambda: measured_smoothness(engine, data))
+    beta = _smoothness(experiment.smoothness, rate, engine, data)
     algorithm = _algorithm(experiment, algorithm, beta)
     rule, memory = algorithm.rule, "differences" in algorithm.rule.needs
     fleet = make_fleet(PROFILES[experiment.fleet], data.population, experiment.seed)
@@ -167,6 +167,15 @@ def _check_sketch(sketch: int, rule: AnyRule) -> None:
             f"sketch gives slopes along the updates, and rule '{rule.name}' needs whole gradients; use sketch 0, or a "
             "contextual rule such as fedavg-contextual"
         )
+
+
+def _smoothness(choice: float | str, learning_rate: float, engine: Engine, data: FederatedData) -> float:
+    """Return β for a choice: a positive number, "1/lr" (the paper's), or "measured"."""
+    if choice == "1/lr":
+        return 1 / learning_rate
+    if choice == "measured":
+        return positive("measured smoothness", measured_smoothness(engine, data))
+    return float(choice)
 
 
 def _algorithm(experiment: Experiment, given: Algorithm | AnyRule | None, smoothness: float) -> Algorithm:

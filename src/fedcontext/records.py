@@ -52,7 +52,7 @@ class RoundRecord:
     bytes_down: int = described(0, "sent to devices in this round")
     bytes_up: int = described(0, "sent by devices in this round")
     excluded: dict[int, str] = described(dict, "the reason why each excluded device's update was not applied")
-    clipped: dict[int, str] = described(dict, "what was used in part only, by device")
+    clipped: dict[int, str] = described(dict, "what was clipped, used in part or suspiciously short, by device")
     lost: bool = described(False, "too few replies, the model was kept")
     update_norm: float | None = described(None, "length of the plain mean of the updates")
     step_norm: float | None = described(None, "length of the step")

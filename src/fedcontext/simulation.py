@@ -27,7 +27,7 @@ from fedcontext.measurement.sums import flat, unflat
 from fedcontext.oracle import oracle_aggregation
 from fedcontext.plan import IntArray, RoundPlan, asked_again, plan_round
 from fedcontext.records import RoundRecord, round_record
-from fedcontext.rules.base import SumRule, asks_remaining_slopes
+from fedcontext.rules.base import asks_remaining_slopes, corrects
 from fedcontext.state import State, changes_step, server_step
 from fedcontext.variates import initial_state
 
@@ -117,8 +117,8 @@ class Simulation:
     @property
     def corrects(self) -> bool:
         """Whether a round has a second exchange, in which the step is corrected."""
-        rule, changed = self.algorithm.rule, self.algorithm.oracle or changes_step(self.algorithm)
-        return isinstance(rule, SumRule) and rule.correct is not None and self.experiment.exchanges > 1 and not changed
+        changed = self.algorithm.oracle or changes_step(self.algorithm)
+        return corrects(self.algorithm.rule) and self.experiment.exchanges > 1 and not changed
 
     def report(self, state: State, plan: RoundPlan, received: Replies) -> Report:
         """Return what the devices of a round send: updates, and the gradients that the rule needs."""

@@ -11,30 +11,12 @@ import numpy.typing as npt
 from fedcontext.arrays.tree import FloatArray, leaves, rebuild
 from fedcontext.datasets.federated import FederatedData
 from fedcontext.engines.base import Engine
-from fedcontext.errors import FedcontextError, positive
 from fedcontext.measurement.geometry import shares
 from fedcontext.measurement.sums import flat, unflat
 from fedcontext.plan import Stream, generator
 
 ITERATIONS = 10  # of Lanczos' method
 RADIUS = 1e-2  # of the differences of the gradient
-
-
-def smoothness_of(choice: float | str, learning_rate: float, measure: Callable[[], float]) -> float:
-    """Return β for a choice: a positive number, "1/lr" (the paper's), or "measured".
-
-    >>> smoothness_of("1/lr", learning_rate=0.25, measure=lambda: 3.0)
-    4.0
-    >>> smoothness_of("measured", learning_rate=0.25, measure=lambda: 3.0)
-    3.0
-    """
-    if choice == "1/lr":
-        return 1 / positive("learning rate", learning_rate)
-    if choice == "measured":
-        return positive("measured smoothness", measure())
-    if isinstance(choice, str):
-        raise FedcontextError(f"smoothness must be a positive number, 1/lr or measured, got {choice!r}")
-    return positive("smoothness", choice)
 
 
 def measured_smoothness(engine: Engine, data: FederatedData) -> float:

@@ -24,7 +24,6 @@ class ControlVariates:
     The server's state changes by the mean change of the own states over all N devices.
     """
 
-    name: str
     correction: Callable[[Array, Array], Array]  # (c, cₖ) -> the term added to every batch gradient of device k
     own: Callable[[Array, Array, Array, int], Array]  # (c, cₖ, Δₖ, τₖ) -> the next cₖ
     step: Callable[[Array, Array], Array]  # (the rule's step, the next c) -> the step to apply
@@ -43,7 +42,6 @@ def scaffold(learning_rate: float) -> ControlVariates:
     """
     rate = positive("learning rate", learning_rate)
     return ControlVariates(
-        name="scaffold",
         correction=lambda c, own: c - own,
         own=lambda c, own, update, steps: own - c - update / (steps * rate),
         step=lambda step, c: step,
@@ -62,7 +60,6 @@ def feddyn(alpha: float) -> ControlVariates:
     """
     constant = positive("alpha", alpha)
     return ControlVariates(
-        name="feddyn",
         correction=lambda c, own: -own,
         own=lambda c, own, update, steps: own - constant * update,
         step=lambda step, c: step - c / constant,

@@ -96,7 +96,8 @@ def aggregate(
             None.
         defences: limits on the influence of one device, in multiples of the round's median. What is not finite is left out and named
             in ``excluded``. None turns them off, and what is not finite is an error.
-        scratch: bytes of a block; the working memory is at most four of them, whatever the size of the model.
+        scratch: bytes of a block; the working memory of a `Rule` is at most four of them, whatever the size of the model.
+            Other rules also hold float64 vectors of the model's size.
 
     >>> import numpy as np
     >>> import fedcontext as fc

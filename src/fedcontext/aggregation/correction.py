@@ -42,7 +42,7 @@ def correct(
     """Return the aggregation with a better step, from how the gradients of probes change over the proposed one.
 
     It takes a second, short exchange with the probes of the round: send them ``result.params``, and let each return its
-    gradient there minus its gradient at ``params``. `contextual_memory` then needs about a quarter fewer rounds. A correction
+    gradient there minus its gradient at ``params``. `contextual_memory` then needs over a quarter fewer rounds. A correction
     is at most as long as the step itself; a result is corrected once. Where no change is usable, the result is returned as it is.
 
     Args:

@@ -33,13 +33,7 @@ def step_of(
     rule: SumRule, sums: Sums, state: State, population: int | None
 ) -> tuple[FloatArray, State, dict[str, Any]]:
     """Return the step of a rule on sums, the next state, and what the rule reports, with Python's own numbers for NumPy's."""
-    returned = rule.step(sums, state, population)
-    if not (isinstance(returned, tuple | list) and len(returned) == 3 and isinstance(returned[2], Mapping)):
-        raise FedcontextError(
-            f"rule '{rule.name}': step must return (step, state, info), info a dict, got {_described(returned)}"
-        )
-    step, after, info = returned
-    return _numbers(step, sums.size, f"rule '{rule.name}': step", "entries"), after, _plain(info)
+    return _step(rule.step(sums, state, population), sums.size, f"rule '{rule.name}': step")
 
 
 def correction_of(
@@ -47,13 +41,7 @@ def correction_of(
 ) -> tuple[FloatArray, State, dict[str, Any]]:
     """Return the step of a rule after its correction, the next state, and what the rule reports."""
     assert rule.correct
-    returned = rule.correct(change, error, state)
-    if not (isinstance(returned, tuple | list) and len(returned) == 3 and isinstance(returned[2], Mapping)):
-        raise FedcontextError(
-            f"rule '{rule.name}': correct must return (step, state, info), info a dict, got {_described(returned)}"
-        )
-    step, after, info = returned
-    return _numbers(step, len(change), f"rule '{rule.name}': correct", "entries"), after, _plain(info)
+    return _step(rule.correct(change, error, state), len(change), f"rule '{rule.name}': correct")
 
 
 def combination_of(rule: CoordinateRule, block: FloatArray) -> FloatArray:
@@ -68,6 +56,15 @@ def combination_of(rule: CoordinateRule, block: FloatArray) -> FloatArray:
     return combined
 
 
+def _step(returned: Any, size: int, function: str) -> tuple[FloatArray, State, dict[str, Any]]:
+    """Return (step, state, info) as a rule's function returned them, checked."""
+    if not (isinstance(returned, tuple | list) and len(returned) == 3 and isinstance(returned[2], Mapping)):
+        raise FedcontextError(f"{function} must return (step, state, info), info a dict, got {_described(returned)}")
+    step, after, info = returned
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in info.items()}
+    return _numbers(step, size, function, "entries"), after, plain
+
+
 def _numbers(value: object, count: int, function: str, what: str, *, check_finite: bool = True) -> FloatArray:
     """Return ``value`` as an array of ``count`` finite numbers, or raise an error that names the function."""
     try:
@@ -79,10 +76,6 @@ def _numbers(value: object, count: int, function: str, what: str, *, check_finit
     if check_finite and not np.isfinite(numbers).all():
         raise FedcontextError(f"{function} must return {count} finite {what}, got {shown(numbers)}")
     return np.asarray(numbers, np.float64)
-
-
-def _plain(info: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.item() if isinstance(value, np.generic) else value for name, value in info.items()}
 
 
 def _described(value: object) -> str:

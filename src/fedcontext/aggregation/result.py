@@ -55,7 +55,7 @@ class Aggregation:
 
     @property
     def clipped(self) -> dict[Name, str]:
-        """What of a device was used in part."""
+        """Notes by device: what was clipped, used in part, or suspiciously short."""
         return self.screened.clipped
 
     @property

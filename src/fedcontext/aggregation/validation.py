@@ -231,7 +231,7 @@ def select_leaves(what: str, chosen: Iterable[str | int], base: Leaves) -> set[s
 
 
 def named(kind: str, given: Structures | None) -> dict[str, Structure]:
-    """Return structures under the names by which errors call them.
+    """Return structures by the label that error messages use.
 
     >>> list(named("device", [1.0, 2.0]))
     ['device 0', 'device 1']

@@ -22,7 +22,7 @@ def federate(
     classes: int | None = None,
     test_share: float = 0.1,
 ) -> FederatedData:
-    """Return arrays partitioned over devices: ``parts[k]`` are the samples of device k, the last tenth of them for test.
+    """Return arrays partitioned over devices: ``parts[k]`` are the samples of device k, the last ``test_share`` of them for test.
 
     Features are floats of shape (n, d), or images such as (n, 28, 28) or (n, 32, 32, 3), which are flattened; uint8
     features become float32 from 0 to 1. PyTorch tensors on the CPU are accepted. A device keeps at least one training

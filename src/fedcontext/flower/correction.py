@@ -18,19 +18,8 @@ from fedcontext.flower.messages import Round, Task, message_for, parse_replies
 from fedcontext.flower.protocol import Arrays, array_bytes
 from fedcontext.measurement.defences import Defences
 from fedcontext.plan import Stream, asked_again
-from fedcontext.rules.base import SumRule
 
 log = logging.getLogger("flwr")
-
-
-def corrects(rule: object) -> bool:
-    """Return whether a rule corrects its steps.
-
-    >>> import fedcontext as fc
-    >>> corrects(fc.contextual_memory()), corrects(fc.mean())
-    (True, False)
-    """
-    return isinstance(rule, SumRule) and rule.correct is not None
 
 
 def without_updates(aggregation: Aggregation, keep_step: bool) -> Aggregation:

@@ -19,7 +19,7 @@ from fedcontext.errors import FedcontextError, positive
 from fedcontext.experiment import checked
 from fedcontext.flower.coding import Extras
 from fedcontext.flower.compatibility import RuleOrFunction, checked_inner, checked_rule, resolved_rule
-from fedcontext.flower.correction import Correction, corrects, without_updates
+from fedcontext.flower.correction import Correction, without_updates
 from fedcontext.flower.exclusion import Aggregator, Carried, Outcome, Settings, aggregate_usable, by_reason
 from fedcontext.flower.identity import run_identity
 from fedcontext.flower.messages import Pool, Round, message_for, parse_replies, plan_tasks
@@ -29,7 +29,7 @@ from fedcontext.flower.roster import Roster, snapshot, wait_for_nodes
 from fedcontext.flower.run_log import RunLog, RunState
 from fedcontext.measurement.defences import Defences
 from fedcontext.plan import Probes
-from fedcontext.rules.base import AnyRule, asks_remaining_slopes
+from fedcontext.rules.base import AnyRule, asks_remaining_slopes, corrects
 from fedcontext.rules.memory import contextual_memory
 from fedcontext.rules.server import ServerOptimizer
 from fedcontext.settings import integer

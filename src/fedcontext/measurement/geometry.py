@@ -18,7 +18,7 @@ Name: TypeAlias = Any  # of a device: its key in a mapping, its position in a se
 
 @dataclass(frozen=True)
 class Report:
-    """What the devices of one round sent: engines and the Flower strategy return it, `aggregate` takes it.
+    """What the devices of one round sent: simulations and the Flower strategy make it, `aggregate` takes it.
 
     Rows are devices in plan order. A mapping names the devices in errors; a sequence numbers them.
     """

@@ -1,4 +1,4 @@
-"""Whose gradient contradicts the others along the last step: a reversed one, or one that favours the liar's direction."""
+"""Find probes whose gradients contradict the others along the last step: reversed ones, and those of colluding devices."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Summary:
     rounds: int
     lost: int  # rounds with too few replies in time: the model was kept
     excluded: int  # replies that were late, faulty or out of all proportion; not those beyond the over-selection quota
-    clipped: int  # replies that were used in part
+    clipped: int  # replies that were clipped, used in part or suspiciously short
 
 
 Summaries: TypeAlias = Mapping[str, Sequence[Summary]]  # by algorithm, one per seed

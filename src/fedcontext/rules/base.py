@@ -108,6 +108,11 @@ def asks_remaining_slopes(rule: AnyRule, state: State) -> bool:
     return "remaining slopes" in rule.needs and state is None
 
 
+def corrects(rule: object) -> bool:
+    """Return whether a rule corrects its steps in a second exchange with the probes."""
+    return isinstance(rule, SumRule) and rule.correct is not None
+
+
 def _check_needs(name: str, needs: frozenset[Need]) -> None:
     if unknown := set(needs) - set(get_args(Need)):
         known = ", ".join(map(repr, get_args(Need)))

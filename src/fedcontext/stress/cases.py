@@ -101,7 +101,7 @@ def experiment(task: Task, method: str, condition: Condition, seed: int) -> Expe
 def select(tasks: Sequence[str], *, quick: bool, device: str = "") -> tuple[list[Task], list[Condition]]:
     """Return tasks by name, all if none is named, and the conditions; ``device`` is that of the CNN.
 
-    The quick tasks and conditions take seconds.
+    The quick tasks and conditions take a minute.
 
     >>> tasks, conditions = select(["mnist"], quick=False)
     >>> [task.name for task in tasks], len(conditions)
