@@ -108,6 +108,18 @@ def test_a_lie_in_the_second_exchange_is_not_remembered(seed, scale, rounds):
     assert all(np.array_equal(after[0][name], after[1][name]) for name in state.keys() - moved)
 
 
+def test_changes_are_not_clipped_where_the_step_went_too_far_and_most_say_so():
+    rule, w, gradient = fc.contextual_memory(), np.zeros(SIZE), -np.ones(SIZE)
+    result = fc.aggregate(w, [np.ones(SIZE)] * 4, gradients=[gradient] * 4, rule=rule)
+    changes = [7 * result.step] * 4  # the gradient at the end of the step is 6 times as long, and points back
+    corrected = fc.correct(w, result, changes, rule=rule)
+    assert corrected.clipped == {}
+    np.testing.assert_array_equal(corrected.step, fc.correct(w, result, changes, rule=rule, defences=None).step)
+    assert np.linalg.norm(corrected.step) < np.linalg.norm(result.step)
+    liar = fc.correct(w, result, [*changes[:3], 1e6 * changes[0]], rule=rule)
+    assert list(liar.clipped) == ["probe 3"]
+
+
 def test_where_no_change_is_usable_the_proposed_step_stands():
     rule, w = fc.contextual_memory(), np.zeros(2)
     result = fc.aggregate(w, [np.array([1.0, 0.0])], gradients=[np.array([-1.0, -3.0])], rule=rule)

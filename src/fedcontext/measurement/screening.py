@@ -210,7 +210,8 @@ def screen_changes(
 
     ``along`` are (P,) the inner products with the proposed step, scaled to length one: a change against it, where most are
     along it, is that of a reversed gradient. Changes differ in length by orders of magnitude among honest devices, so they
-    are clipped relative to the ``median`` norm of the round's gradients.
+    are clipped relative to the ``median`` norm of the round's gradients; or to their own, where that is larger: then the
+    proposed step went too far, which most of them say.
     """
     sent = SentVectors("gradient change", names, rows, measured, norms_of(rows, measured), 0, 0)
     notes = {name: f"{why}, not used" for name, why in sent.unusable.items()}
@@ -220,11 +221,12 @@ def screen_changes(
     for name, multiple in against.items():
         notes[name] = f"gradient change: not used, it has {multiple:.3g} times the median cosine with the proposed step"
     used = _used(names, notes, len(rows))
+    median = max(median, lower_median(norms[used])) if used.any() else median
     longest = defences.max_gradient * median
     longer = (norms > longest) & (longest > 0)
     factors = np.divide(longest, norms, out=np.ones(len(norms)), where=longer)
     for row in np.flatnonzero(longer).tolist():
-        clipped = f"{norms[row] / median:.3g} times the median norm of gradients, clipped to {defences.max_gradient:g}"
+        clipped = f"{norms[row] / median:.3g} times the median norm, clipped to {defences.max_gradient:g}"
         notes.setdefault(names[row], f"gradient change: {clipped}")
     return np.where(used, factors, 0), notes
 
