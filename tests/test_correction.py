@@ -98,10 +98,10 @@ def test_a_lie_in_the_second_exchange_is_not_remembered(seed, scale, rounds):
         result = fc.aggregate(
             w, list(updates), gradients=list(gradients), differences=differences, rule=rule, state=state
         )
-        w, state = result.params, result.state
+        before, w, state = w, result.params, result.state
     honest, lie = result.step, scale * rng.standard_normal(SIZE)
     after = [
-        fc.correct(w, result, [*[honest] * (len(result.probes) - 1), last], rule=rule, defences=None).state
+        fc.correct(before, result, [*[honest] * (len(result.probes) - 1), last], rule=rule, defences=None).state
         for last in (honest, lie)
     ]
     moved = {"step", "deviation"}
@@ -123,6 +123,7 @@ def test_changes_are_not_clipped_where_the_step_went_too_far_and_most_say_so():
 def test_where_no_change_is_usable_the_proposed_step_stands():
     rule, w = fc.contextual_memory(), np.zeros(2)
     result = fc.aggregate(w, [np.array([1.0, 0.0])], gradients=[np.array([-1.0, -3.0])], rule=rule)
+    assert fc.correct(w, result, [], rule=rule) is fc.correct(w, result, {}, rule=rule) is result
     corrected = fc.correct(w, result, [np.full(2, np.nan)], rule=rule)
     np.testing.assert_array_equal(corrected.params, result.params)
     assert "NaN" in corrected.clipped["probe 0"]
@@ -171,8 +172,8 @@ def test_what_cannot_be_corrected_is_refused():
     robust = fc.robust_gradients(rule, "median")
     with pytest.raises(fc.FedcontextError, match="does not correct"):
         fc.correct(w, result, update, rule=robust)
-    with pytest.raises(fc.FedcontextError, match="changes is empty"):
-        fc.correct(w, result, [], rule=rule)
+    with pytest.raises(fc.FedcontextError, match=r"params must be the model before the round, got result\.params"):
+        fc.correct(result.params, result, update, rule=rule)
     with pytest.raises(fc.FedcontextError, match=r"change of probe 0: .* must have shape \(2,\), got \(3,\)"):
         fc.correct(w, result, [np.ones(3)], rule=rule)
 

@@ -201,8 +201,6 @@ class Simulation:
         samples, deadline = self.data.train.sizes, self.experiment.deadline or None
         in_time, received = second_replies(self.fleet, received, devices, samples, model_bytes, cost, deadline)
         changes = self._changes(state, result.params, number, devices[in_time])
-        if not changes:
-            return result, received
         rule, buffers, defences = self.algorithm.rule, self.engine.buffers, self.experiment.defences
         result = correct(
             state.params,

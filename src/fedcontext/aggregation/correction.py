@@ -74,18 +74,20 @@ def correct(
     base, limits = leaves(params), OFF if defences is None else defences
     measured, _ = measured_and_averaged(base, None, buffers)
     owners = named("change of probe", changes)
-    if not owners:
-        raise FedcontextError("changes is empty; give at least one probe's change of gradient")
+    if params is result.params:
+        raise FedcontextError("params must be the model before the round, got result.params, which the step led to")
     if "correction" in result.info:
         raise FedcontextError("the step of this result is corrected already: correct each result of aggregate once")
     if not (isinstance(distortion, int | float) and 0 <= distortion <= 1):
         raise FedcontextError(f"distortion must be a share from 0 to 1, got {shown(distortion)}")
     names = list(changes) if isinstance(changes, Mapping) else result.probes
-    if len(names) != len(owners):
+    if owners and len(names) != len(owners):
         raise FedcontextError(
             f"changes must be one for each of the {len(names)} probes in result.probes, got {len(owners)}; "
             "give a mapping by name where some are missing"
         )
+    if not owners:
+        return result
     rows = [checked_leaves(owner, each, base, set(measured), set(), NO_GRADIENT) for owner, each in owners.items()]
     own = flat(leaves(result.step), measured)
     median = result.screened.median_gradient
