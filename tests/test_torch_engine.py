@@ -230,6 +230,15 @@ def test_models_train_the_same_both_ways(name):
     assert distance(vectorized.gradients(params, devices), one_by_one.gradients(params, devices)) < 1e-4
 
 
+@pytest.mark.parametrize("side", [14, 15, 28])  # of images; pooling drops the last row and column of odd ones
+def test_models_give_the_same_outputs_with_and_without_gradients(side):
+    images = torch.randn(3, 1, side, side)
+    model = cnn_small((1, side, side), 10)
+    with torch.no_grad():
+        without = model(images)
+    torch.testing.assert_close(without, model(images).detach())
+
+
 @pytest.mark.parametrize("way", ["unfold", "slices"])
 @pytest.mark.parametrize("channels", [3, 20])  # a narrow kernel and a wide one
 @pytest.mark.parametrize(

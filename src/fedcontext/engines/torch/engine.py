@@ -26,7 +26,7 @@ from fedcontext.engines.torch.vmapped import VmappedTrainer, batch_norm_in, run_
 from fedcontext.errors import FedcontextError, unknown_value_error
 from fedcontext.plan import IntArray
 
-FEATURES_PER_PASS = {"cpu": 2**16, "cuda": 2**23}  # larger passes are slower on a CPU: activations leave the caches
+FEATURES_PER_PASS = {"cpu": 2**14, "cuda": 2**23}  # more is slower on a CPU: activations leave the caches
 MANY_SAMPLES = 100_000  # per gradient; more take a CPU minutes for a CNN
 ONE_BY_ONE = "; vectorize=False trains one device after another"
 

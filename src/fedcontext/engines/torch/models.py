@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from fedcontext.errors import FedcontextError, by_name
@@ -78,6 +79,19 @@ def cnn(shape: Shape, classes: int) -> nn.Module:
         *_pooled(32, 64),
         *_dense(64 * ((height - 4) // 2) * ((width - 4) // 2), classes),
     )
+
+
+class _MaxPool2d(nn.MaxPool2d):
+    """2x2 max-pooling; on a CPU, where no gradient is needed, as the maximum of slices: an evaluation takes half the time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output."""
+        if x.is_cuda or torch.is_grad_enabled():  # the gradient of slices is slower
+            pooled: Tensor = super().forward(x)
+            return pooled
+        height, width = (size // 2 * 2 for size in x.shape[-2:])
+        rows = torch.maximum(x[..., 0:height:2, :], x[..., 1:height:2, :])
+        return torch.maximum(rows[..., 0:width:2], rows[..., 1:width:2])
 
 
 class Residual(nn.Module):
@@ -164,7 +178,7 @@ def _image(shape: Shape, least: int) -> Shape:
 
 
 def _pooled(channels: int, width: int) -> tuple[nn.Module, ...]:
-    return nn.Conv2d(channels, width, 3), nn.ReLU(), nn.MaxPool2d(2)
+    return nn.Conv2d(channels, width, 3), nn.ReLU(), _MaxPool2d(2)
 
 
 def _dense(features: int, classes: int) -> tuple[nn.Module, ...]:
