@@ -78,7 +78,8 @@ def test_by_default_few_bits_travel_and_previous_params_go_to_probes_from_the_se
             assert number == 1 or sizes[DIFFERENCE] == header + Codec(bits[1]).nbytes(SIZE)
         second = [(names, sizes) for n, _, names, sizes in app.seen if n == number and sizes.keys() == {DIFFERENCE}]
         assert second == [(["arrays", PREVIOUS], {DIFFERENCE: header + Codec(bits[1]).nbytes(SIZE)})] * len(second)
-        assert len(second) == probes if number == 1 else probes / 2 < len(second) <= probes  # whose gradients were used
+        most = -(-9 * probes // 10)  # nine tenths of those whose gradients were used
+        assert len(second) == most if number == 1 else most / 2 < len(second) <= most
     assert not any(PREVIOUS in names for _, _, names, sizes in app.seen if not {GRADIENT, DIFFERENCE} & sizes.keys())
 
 
