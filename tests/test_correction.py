@@ -173,7 +173,13 @@ def test_what_cannot_be_corrected_is_refused():
     with pytest.raises(fc.FedcontextError, match="does not correct"):
         fc.correct(w, result, update, rule=robust)
     with pytest.raises(fc.FedcontextError, match=r"params must be the model before the round, got result\.params"):
-        fc.correct(result.params, result, update, rule=rule)
+        fc.correct(result.params.copy(), result, update, rule=rule)
+    with pytest.raises(fc.FedcontextError, match="result must be what aggregate returned, got"):
+        fc.correct(w, result.params, update, rule=rule)
+    with pytest.raises(fc.FedcontextError, match=r"probes in result\.probes, got \['stranger'\]"):
+        fc.correct(w, result, {"stranger": update[0]}, rule=rule)
+    with pytest.raises(fc.FedcontextError, match="overflow float64"):
+        fc.correct(w, result, [np.full(2, 1e200)], rule=rule, defences=None)
     with pytest.raises(fc.FedcontextError, match=r"change of probe 0: .* must have shape \(2,\), got \(3,\)"):
         fc.correct(w, result, [np.ones(3)], rule=rule)
 

@@ -25,7 +25,7 @@ from fedcontext.measurement.defences import NoneUsable
 from fedcontext.measurement.geometry import Name, Report
 from fedcontext.measurement.sums import flat, unflat
 from fedcontext.oracle import oracle_aggregation
-from fedcontext.plan import IntArray, RoundPlan, asked_again, plan_round
+from fedcontext.plan import IntArray, RoundPlan, plan_round, second_probes
 from fedcontext.records import RoundRecord, round_record
 from fedcontext.rules.base import asks_remaining_slopes, corrects
 from fedcontext.state import State, changes_step, server_step
@@ -195,7 +195,7 @@ class Simulation:
     ) -> tuple[Aggregation, Replies]:
         """Return the aggregation with its step corrected by probes that it used, and the replies with their costs."""
         trained = self._trained(state.params)
-        devices = asked_again(self.experiment.seed, number, {device_of(name) for name in result.probes})
+        devices = np.array(second_probes(self.experiment.seed, number, {device_of(name) for name in result.probes}))
         model_bytes = sum(leaf.nbytes for leaf in leaves(state.params).values())
         cost = self.coding.change_cost(sum(map(size_of, trained.values())), model_bytes)
         samples, deadline = self.data.train.sizes, self.experiment.deadline or None

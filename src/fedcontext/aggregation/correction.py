@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +19,13 @@ from fedcontext.aggregation.validation import (
     checked_leaves,
     named,
 )
-from fedcontext.arrays.tree import FloatArray, Leaves, Structure, leaves, rebuild
+from fedcontext.arrays.tree import FloatArray, Leaves, Structure, all_finite, leaves, rebuild
 from fedcontext.errors import FedcontextError, shown
 from fedcontext.measurement.defences import OFF, Defences
 from fedcontext.measurement.geometry import Name, Structures
 from fedcontext.measurement.screening import screen_changes
-from fedcontext.measurement.sums import Sums, dot, flat, unflat
-from fedcontext.rules.base import AnyRule, SumRule
+from fedcontext.measurement.sums import dot, flat, sum_of_changes, unflat
+from fedcontext.rules.base import AnyRule, corrects
 
 
 def correct(
@@ -46,7 +46,7 @@ def correct(
     is at most as long as the step itself; a result is corrected once. Where no change is usable, the result is returned as it is.
 
     Args:
-        params: the model before the round, as `aggregate` got it; ``out`` must not have been ``params`` there.
+        params: the model before the round, as `aggregate` got it; it must have been called without ``out``.
         result: what `aggregate` returned; ``result.probes`` names the probes whose gradients it used.
         changes: each probe's gradient at ``result.params`` minus that at ``params``, like ``params`` without its buffers: one
             for each of ``result.probes``, in this order, or a mapping by their names, in which some may be missing.
@@ -54,8 +54,8 @@ def correct(
         population: the total number of devices, where known.
         distortion: the share of the changes that is noise of the code in which they were sent: `Codec.distortion`.
         buffers: as in `aggregate`.
-        defences: as in `aggregate`. Changes are clipped like gradients; those that are not finite, or contradict the others
-            along the step, are not used. Both are named in ``clipped``.
+        defences: as in `aggregate`. Changes are clipped like gradients, or relative to their own median where that is larger;
+            those that are not finite, or contradict the others along the step, are not used. Both are named in ``clipped``.
 
     >>> import numpy as np, fedcontext as fc
     >>> w, curvature, rule = np.array([4.0, 1.0]), np.array([1.0, 3.0]), fc.contextual_memory()
@@ -65,63 +65,80 @@ def correct(
     >>> [round(loss, 1) for loss in losses]
     [9.5, 5.7, 4.6]
     """
-    if not isinstance(rule, SumRule) or rule.correct is None:
+    if not corrects(rule):
         raise FedcontextError(
             f"rule '{getattr(rule, 'name', rule)}' does not correct its steps; contextual_memory() does"
         )
     check_defences(defences)
     check_population(population)
-    base, limits = leaves(params), OFF if defences is None else defences
-    measured, _ = measured_and_averaged(base, None, buffers)
-    owners = named("change of probe", changes)
-    if params is result.params:
-        raise FedcontextError("params must be the model before the round, got result.params, which the step led to")
+    if not isinstance(result, Aggregation):
+        raise FedcontextError(f"result must be what aggregate returned, got {shown(result)}")
     if "correction" in result.info:
         raise FedcontextError("the step of this result is corrected already: correct each result of aggregate once")
-    if not (isinstance(distortion, int | float) and 0 <= distortion <= 1):
+    if not (isinstance(distortion, int | float | np.floating) and 0 <= distortion <= 1):
         raise FedcontextError(f"distortion must be a share from 0 to 1, got {shown(distortion)}")
-    names = list(changes) if isinstance(changes, Mapping) else result.probes
-    if owners and len(names) != len(owners):
-        raise FedcontextError(
-            f"changes must be one for each of the {len(names)} probes in result.probes, got {len(owners)}; "
-            "give a mapping by name where some are missing"
-        )
-    if not owners:
+    base, limits = leaves(params), OFF if defences is None else defences
+    measured, _ = measured_and_averaged(base, None, buffers)
+    rows = _checked(changes, result.probes, base, measured)
+    step = flat(leaves(result.step), measured)
+    _check_before(base, leaves(result.params), step, measured)
+    if not rows:
         return result
-    rows = [checked_leaves(owner, each, base, set(measured), set(), NO_GRADIENT) for owner, each in owners.items()]
-    own = flat(leaves(result.step), measured)
-    median = result.screened.median_gradient
-    vectors, notes = _usable(names, rows, measured, own, median, limits)
-    clipped = {**result.clipped}
-    for name, note in notes.items():
-        clipped[name] = "; ".join(filter(None, (clipped.get(name, ""), note)))
-    screened = replace(result.screened, clipped=clipped)
-    if not vectors:
-        return replace(result, screened=screened)
-    sums = Sums(len(own), distortions=(0.0, distortion))
-    for vector in vectors:
-        sums.add_change(vector)
+    factors, notes = _screened(rows, measured, step, result.screened.median_gradient, limits)
+    result = replace(result, screened=result.screened.with_notes(notes))
+    if not np.any(factors):
+        return result
+    sums = sum_of_changes(list(rows.values()), measured, factors, distortion)
+    if not sums.finite:
+        raise FedcontextError("the squares of the changes overflow float64; leave defences on, or scale the loss down")
     error = sums.difference_error(np.inf if population is None else population)
     step, state, info = correction_of(rule, sums.mean_difference, error, result.state)
-    return _with_step(replace(result, screened=screened), params, base, measured, step, state, info)
+    return _with_step(result, params, base, measured, step, state, info)
 
 
-def _usable(
-    names: list[Name], rows: list[Leaves], measured: list[str], step: FloatArray, median: float, defences: Defences
-) -> tuple[list[FloatArray], dict[Name, str]]:
-    """Return the changes that are used, as flat vectors, and what was clipped or left out."""
-    vectors = [flat(row, measured) for row in rows]
-    for name, vector in zip(names, vectors, strict=True) if not defences.outlier else ():
-        if not np.isfinite(vector).all():
+def _checked(changes: Structures, probes: Sequence[Name], base: Leaves, measured: list[str]) -> dict[Name, Leaves]:
+    """Return the leaves of the changes by probe."""
+    given = named("change of probe", changes)
+    names = list(changes) if isinstance(changes, Mapping) else probes
+    if given and len(names) != len(given):
+        raise FedcontextError(
+            f"changes must be one for each of the {len(names)} probes in result.probes, got {len(given)}; "
+            "give a mapping by name where some are missing"
+        )
+    if unknown := [name for name in names if name not in probes]:
+        raise FedcontextError(f"changes must be of probes in result.probes, got {shown(unknown)}")
+    rows = (checked_leaves(owner, each, base, set(measured), set(), NO_GRADIENT) for owner, each in given.items())
+    return dict(zip(names, rows, strict=False))
+
+
+def _check_before(base: Leaves, after: Leaves, step: FloatArray, measured: list[str]) -> None:
+    """Raise an error if the params are those that the step led to: the step would be applied twice."""
+
+    def equal(one: Leaves, other: Leaves) -> bool:
+        return np.array_equal(flat(one, measured), flat(other, measured))
+
+    if equal(base, after) and not equal(_moved(base, step, measured), base):
+        raise FedcontextError("params must be the model before the round, got result.params, which the step led to")
+
+
+def _screened(
+    rows: Mapping[Name, Leaves], measured: list[str], step: FloatArray, median: float, defences: Defences
+) -> tuple[FloatArray, dict[Name, str]]:
+    """Return (P,) what each change is multiplied with, and what was clipped or left out."""
+    for name, row in rows.items() if not defences.outlier else ():
+        if not all(all_finite(row[leaf]) for leaf in measured):
             raise FedcontextError(f"change of {name}: it has NaN or infinite entries")
     if defences == OFF:
-        return vectors, {}
+        return np.ones(len(rows)), {}
     with np.errstate(over="ignore", invalid="ignore"):
         unit = step / (float(np.linalg.norm(step)) or 1.0)
-        along = np.array([dot(vector, unit) for vector in vectors])
-    factors, notes = screen_changes(names, rows, measured, along, median, defences)
-    used = np.flatnonzero(factors).tolist()
-    return [vectors[row] if factors[row] == 1 else factors[row] * vectors[row] for row in used], notes
+        along = np.array([dot(flat(row, measured), unit) for row in rows.values()])
+    return screen_changes(list(rows), list(rows.values()), measured, along, median, defences)
+
+
+def _moved(base: Leaves, step: FloatArray, measured: list[str]) -> Leaves:
+    """Return the measured leaves after a step."""
+    return add_step({name: base[name] for name in measured}, unflat(step, base, measured))
 
 
 def _with_step(
@@ -135,10 +152,9 @@ def _with_step(
 ) -> Aggregation:
     """Return an aggregation with another step of the measured leaves."""
     step, mean = unflat(vector, base, measured), result.info.get("mean")
-    moved = add_step({name: base[name] for name in measured}, step)
     return replace(
         result,
-        params=rebuild(params, {**leaves(result.params), **moved}),
+        params=rebuild(params, {**leaves(result.params), **_moved(base, vector, measured)}),
         weights=result.weights * (info["mean"] / mean) if mean and "mean" in info else result.weights,
         state=state,
         info={**result.info, **info},

@@ -17,7 +17,7 @@ from fedcontext.flower.exclusion import Outcome, by_reason, defect
 from fedcontext.flower.messages import Round, Task, message_for, parse_replies
 from fedcontext.flower.protocol import Arrays, array_bytes
 from fedcontext.measurement.defences import Defences
-from fedcontext.plan import Stream, asked_again
+from fedcontext.plan import Stream, second_probes
 
 log = logging.getLogger("flwr")
 
@@ -30,7 +30,7 @@ def without_updates(aggregation: Aggregation, keep_step: bool) -> Aggregation:
 
 @dataclass(frozen=True)
 class Correction:
-    """How the steps of a run are corrected. Whatever fails in it, the step stays as it was proposed."""
+    """How the steps of a run are corrected. Where no reply is usable, or `correct` fails, the proposed step stands."""
 
     grid: Grid
     timeout: float | None
@@ -41,8 +41,8 @@ class Correction:
     def corrected(self, current: Round, outcome: Outcome, proposed: ArrayRecord) -> Outcome:
         """Return the outcome of a round with its step corrected by probes that it used; ``proposed`` is its model."""
         assert outcome.aggregation is not None
-        probed = {device for device in outcome.aggregation.probes if isinstance(device, int)}
-        probes = asked_again(current.extras.seed, current.extras.number, probed).tolist()
+        devices = [int(device) for device in outcome.aggregation.probes]
+        probes = second_probes(current.extras.seed, current.extras.number, devices)
         extras = replace(current.extras, previous=current.arrays, remaining=False, stream=Stream.CHANGE_CODE)
         asked = _asked(replace(current, extras=extras), probes, proposed, self.timeout)
         replies = self._replies([message for _, message in asked.sent])
@@ -50,7 +50,9 @@ class Correction:
         changes, unusable = self._changes(asked, replies, set(outcome.buffers))
         for line in by_reason(unusable):
             log.warning("\t> Not in the correction: %s", line)
-        aggregation = _noted(_corrected(current, outcome, changes, self.defences), unusable)
+        aggregation = _corrected(current, outcome, changes, self.defences)
+        notes = {device: f"gradient change: {why}" for device, why in unusable.items()}
+        aggregation = replace(aggregation, screened=aggregation.screened.with_notes(notes))
         carried, kept = replace(outcome.carried, rule=aggregation.state), without_updates(aggregation, keep_step=False)
         return replace(outcome, aggregation=kept, carried=carried, bytes_down=down, bytes_up=up)
 
@@ -104,14 +106,6 @@ def _corrected(
             log.debug("\t> Correction: %.3g of the step's length", found.info.get("correction", np.nan))
             return found
     except (FedcontextError, np.linalg.LinAlgError) as error:
-        found, reason = proposed, str(error) if changes else reason
+        found, reason = proposed, str(error)
     log.warning("\t> The step is not corrected: %s", reason)
     return found
-
-
-def _noted(aggregation: Aggregation, unusable: Mapping[int, str]) -> Aggregation:
-    """Return the aggregation with those noted whose gradients were used, but not their changes."""
-    clipped = {**aggregation.clipped}
-    for device, why in unusable.items():
-        clipped[device] = "; ".join(filter(None, (clipped.get(device, ""), f"gradient change: {why}")))
-    return replace(aggregation, screened=replace(aggregation.screened, clipped=clipped))

@@ -308,6 +308,7 @@ class ContextualStrategy(Strategy):
         self._outcome = outcome = correction.corrected(current, outcome, proposed)
         assert outcome.aggregation is not None
         self._carried = outcome.carried
+        metrics["fedcontext.weights"] = list(outcome.aggregation.applied.values())
         metrics["fedcontext.clipped"] = sorted(outcome.aggregation.clipped)
         return record_of(outcome.aggregation.params), metrics
 

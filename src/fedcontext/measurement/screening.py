@@ -6,7 +6,7 @@ asked.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -130,6 +130,10 @@ class Screened:
     def averages(self) -> FloatArray:
         """(K',) the weights of the devices that are kept in leaves that are averaged."""
         return shares(self.samples[self.devices], self.devices.sum()) * self.rest[self.devices]
+
+    def with_notes(self, notes: Mapping[Name, str]) -> Screened:
+        """Return this with notes added to those on what was clipped."""
+        return replace(self, clipped=_joined([*self.clipped.items(), *notes.items()]))
 
     def geometry(self, products: Products, steps: FloatArray | None) -> Geometry:
         """Return the geometry of all rows: gradients clipped, counts capped, and zeros for what is left out."""

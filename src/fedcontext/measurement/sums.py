@@ -192,6 +192,15 @@ def sums_of(
     return total
 
 
+def sum_of_changes(rows: Sequence[Leaves], names: Sequence[str], factors: FloatArray, distortion: float) -> Sums:
+    """Return the sums over the probes' gradient differences, each times its factor; those with a factor of 0 are left out."""
+    total = Sums(sum(size_of(rows[0][name]) for name in names), distortions=(0.0, distortion))
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller checks whether the sums are finite
+        for row in np.flatnonzero(factors).tolist():
+            total.add_change(_scaled(rows[row], names, factors[row]))
+    return total
+
+
 def by_coordinate(
     combine: Callable[[FloatArray], FloatArray],
     rows: Sequence[Leaves],

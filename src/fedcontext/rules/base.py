@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
 from fedcontext.arrays.tree import FloatArray, Structure
 from fedcontext.errors import FedcontextError, positive, shown
@@ -108,7 +108,7 @@ def asks_remaining_slopes(rule: AnyRule, state: State) -> bool:
     return "remaining slopes" in rule.needs and state is None
 
 
-def corrects(rule: object) -> bool:
+def corrects(rule: object) -> TypeGuard[SumRule]:
     """Return whether a rule corrects its steps in a second exchange with the probes."""
     return isinstance(rule, SumRule) and rule.correct is not None
 

@@ -9,9 +9,11 @@ gradients), an estimate of the curvature, and chooses the step in the span of
     s  the previous step
 
 as the minimiser of a quadratic model of the loss. The length of the deviation from d is limited by how well earlier
-deviations lowered the loss (the anchor). `correction` improves the step by a second exchange with the probes. The first step is d, or longer where devices report that local training stopped
-far from the minimum along their updates. Notation: ȳ mean gradient difference, ḡ mean fresh gradient, u a power of the
-root mean square of the gradients so far, relative to its mean.
+deviations lowered the loss (the anchor). The first step is d, or longer where devices report that local training stopped
+far from the minimum along their updates. `correction` improves the step by a second exchange with the probes.
+
+Notation: ȳ mean gradient difference, ḡ mean fresh gradient, u a power of the root mean square of the gradients so far,
+relative to its mean.
 """
 
 from __future__ import annotations
