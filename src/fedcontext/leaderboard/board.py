@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import os
-import platform
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -13,11 +10,11 @@ from typing import TypeAlias
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
 from fedcontext.leaderboard.entries import FEDAVG, ORACLE_SEEDS, TEST_SEEDS, TUNING_SEEDS, Entrant, Task
+from fedcontext.leaderboard.provenance import here
 from fedcontext.leaderboard.results import TaskResult
 from fedcontext.leaderboard.rows import make_row
 from fedcontext.leaderboard.tuning import levels_of, records_of, run_missing, tune, tuning_experiments
 from fedcontext.runner import OnRound, missing_experiments
-from fedcontext.version import __version__
 
 Progress: TypeAlias = Callable[[str, int], AbstractContextManager[OnRound]]
 
@@ -117,13 +114,9 @@ def _task_result(
     tuning: Sequence[int],
     seeds: Sequence[int],
 ) -> TaskResult:
-    rows = {}
+    rows, made = {}, here(task.settings.get("device", "cpu"))
     for entrant in entrants_of(task, entrants):
         settings = tune(task, entrant, tuning, out)
         runs = [records_of(task.experiment(settings, seed), out) for seed in seeds_of(entrant, seeds)]
-        rows[entrant.name] = make_row(entrant, settings, runs, levels, task.rounds)
-    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {task.settings.get('device', 'cpu')}"
-    return TaskResult(
-        task.name, task.group, task.rounds, list(levels), list(seeds), list(tuning), today, __version__, machine, rows
-    )
+        rows[entrant.name] = make_row(entrant, settings, runs, levels, task.rounds, made)
+    return TaskResult(task.name, task.group, task.rounds, list(levels), list(seeds), list(tuning), rows)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fedcontext.leaderboard.entries import GROUPS, ORACLE_SEEDS
+from fedcontext.leaderboard.provenance import provenance
 from fedcontext.leaderboard.results import Ratio, TaskResult, oracle_gap, ratios
 from fedcontext.leaderboard.rows import Row, spread
 
@@ -88,7 +89,8 @@ def losing_sentences(results: Sequence[TaskResult]) -> Iterator[str]:
 def _task_table(result: TaskResult) -> Iterator[str]:
     levels = "/".join(f"{100 * level:.3g}" for level in result.levels)
     yield f"### {result.task}\n"
-    yield f"{result.rounds} rounds, levels {levels} %. fedcontext {result.version}, {result.date}, {result.machine}.\n"
+    made = provenance({row.entrant: row.made for row in result.rows.values()})
+    yield f"{result.rounds} rounds, levels {levels} %. {made}.\n"
     gaps = [f"loss above {name}" for name in ORACLES if name in result.rows]
     yield from header([*COLUMNS, *gaps])
     for row in sorted(result.rows.values(), key=lambda row: row.mean_rounds):

@@ -22,7 +22,7 @@ PUBLISHED = Path(__file__).with_name("results.json")  # what `fedcontext recomme
 
 @dataclass(frozen=True)
 class TaskResult:
-    """A task's rows, and how they were made."""
+    """A task's rows, and the commands that made them."""
 
     task: str
     group: str
@@ -30,9 +30,6 @@ class TaskResult:
     levels: Sequence[float]
     seeds: Sequence[int]
     tuning_seeds: Sequence[int]
-    date: str
-    version: str
-    machine: str
     rows: Mapping[str, Row] = field(default_factory=dict)
     commands: Sequence[str] = ()  # that made the rows
 

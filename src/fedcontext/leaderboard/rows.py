@@ -38,10 +38,11 @@ class Row:
     rises: float  # share of rounds in which the loss rises by more than 2 %, mean
     largest_rise: float  # relative, of all rounds and seeds
     diverged: int  # runs that ended early
+    made: str  # when and where
 
 
 def make_row(
-    entrant: Entrant, settings: Settings, runs: Sequence[Records], levels: Sequence[float], rounds: int
+    entrant: Entrant, settings: Settings, runs: Sequence[Records], levels: Sequence[float], rounds: int, made: str
 ) -> Row:
     """Return the row of an entrant from its runs, one per seed."""
     summaries = [summarise(records, levels) for records in runs]
@@ -64,6 +65,7 @@ def make_row(
         rises=float(np.mean([rise > RISE for rise in rises])) if rises else math.inf,
         largest_rise=max(rises, default=math.inf),
         diverged=sum(len(records) < rounds for records in runs),
+        made=made,
     )
 
 
