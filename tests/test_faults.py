@@ -241,6 +241,17 @@ def test_simple_lies():
     np.testing.assert_array_equal(told("gradient-scaling", honest, mine).gradient, 1e6 * mine)
 
 
+@pytest.mark.parametrize("name", ["change-flip", "change-scaling"])
+def test_liars_of_the_second_exchange_are_honest_in_the_first(small_data, name):
+    settings, attack = {**SMALL, "data": small_data, "probes": 10, "seed": 1}, {"attack": f"{name}=0.4"}
+    honest, attacked = (fc.train(**settings, **more) for more in ({}, attack))
+    assert not np.array_equal(attacked.params, honest.params)
+    one, two = (fc.train(**settings, **more, exchanges=1) for more in ({}, attack))
+    np.testing.assert_array_equal(one.params, two.params)
+    named = {device for record in attacked.records for device, note in record.clipped.items() if "change" in note}
+    assert named & liars(1, 12, 0.4)
+
+
 def test_colluding_liars_agree_on_direction_and_promise_descent():
     honest = [[3.0, 4.0], [3.0, 4.0]]
     one, two = (told("collusion", honest, mine).update for mine in ([1.0, 0.0], [0.0, 9.0]))

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.xdist_group("stress")  # `results` are made once, in on
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    tasks, conditions = select([], quick=True)
+    tasks, _, conditions = select(quick=True)
     folder = tmp_path_factory.mktemp("stress")
     return stress(folder, tasks=tasks, conditions=conditions, seeds=[0]), folder
 
@@ -44,7 +44,7 @@ def test_every_fault_and_attack_is_measured_at_every_share():
 def test_every_method_has_a_cell_for_every_condition(results):
     made, _ = results
     cells = {(cell.method, cell.condition) for cell in made.cells}
-    assert cells == {(method, each.name) for method in METHODS for each in select([], quick=True)[1]}
+    assert cells == {(method, each.name) for method in METHODS for each in select(quick=True)[2]}
     assert all(len(cell.accuracy) == 1 and 0 <= cell.accuracy[0] <= 1 for cell in made.cells)
 
 
@@ -72,7 +72,7 @@ def test_the_page_has_every_number_of_the_file(results, tmp_path):
     text = page.read_text("utf-8")
     table = text.split("### Accuracy")[1].split("###")[0]
     rows = {line.split(" | ")[0].strip("| "): line for line in table.splitlines() if line.startswith("| ")}
-    for condition in select([], quick=True)[1]:
+    for condition in select(quick=True)[2]:
         (row,) = [line for label, line in rows.items() if label.split()[:1] == [condition.name]]
         assert len(re.findall(r"\.\d\d", row)) == len(METHODS)
 
@@ -96,7 +96,7 @@ def test_the_page_says_which_faults_attacks_and_shares_were_run(results, tmp_pat
 
 def test_finished_runs_are_reused_and_tasks_are_merged(results, tmp_path):
     made, folder = results
-    tasks, conditions = select([], quick=True)
+    tasks, _, conditions = select(quick=True)
     rounds = []
 
     def progress(title, total):
@@ -114,18 +114,39 @@ def test_finished_runs_are_reused_and_tasks_are_merged(results, tmp_path):
 
 
 def test_the_page_states_every_command_that_ran_a_task(results, tmp_path):
-    made = dataclasses.replace(results[0], commands={"synthetic-1-1": "fedcontext stress --quick"})
+    made = dataclasses.replace(results[0], commands={"synthetic-1-1": ["fedcontext stress --quick"]})
     cells = [dataclasses.replace(cell, task="mnist") for cell in made.cells]
     other = dataclasses.replace(
         made,
         cells=cells,
         rounds={"mnist": [30, 20]},
         settings={"mnist": {}},
-        commands={"mnist": "fedcontext stress --tasks mnist"},
+        commands={"mnist": ["fedcontext stress --tasks mnist"]},
     )
     for each in (made, other):
         _, page = publish(each, tmp_path)
     assert "by `fedcontext stress --quick` and `fedcontext stress --tasks mnist`." in page.read_text("utf-8")
+
+
+def test_methods_that_are_run_again_replace_their_own_cells_alone(results, tmp_path):
+    made, folder = results
+    tasks, methods, conditions = select((), ["mean"], ["nan", "sign-flip"], quick=True)
+    assert [each.name for each in conditions] == ["none", "nan", "sign-flip"]
+    again = stress(
+        folder, tasks=tasks, methods=methods, conditions=conditions, seeds=[0], command="fedcontext stress 2"
+    )
+    assert {(cell.method, cell.condition) for cell in again.cells} == {("mean", each.name) for each in conditions}
+    later = replace(again, cells=[replace(cell, accuracy=[0.123], made="tomorrow") for cell in again.cells])
+    both = merge(made, later)
+    assert len(both.cells) == len(made.cells)
+    changed = {(cell.method, cell.condition) for cell in both.cells if cell.accuracy == [0.123]}
+    assert changed == {("mean", each.name) for each in conditions}
+    assert both.commands == {"synthetic-1-1": ["fedcontext stress", "fedcontext stress 2"]}
+    page = publish(both, tmp_path)[1].read_text("utf-8")
+    today = made.cells[0].made
+    assert f" {today}; mean: tomorrow and {today}.\n" in page
+    other = replace(later, settings={"synthetic-1-1": {"rounds": 8}})
+    assert merge(made, other).cells == other.cells
 
 
 def test_the_published_page_is_that_of_the_published_numbers():
@@ -154,7 +175,11 @@ def test_the_command_prints_a_row_for_every_method(results, tmp_path):
 
 def test_unknown_tasks_and_broken_files_are_named(tmp_path):
     with pytest.raises(FedcontextError, match="task must be one of synthetic-1-1, mnist, cnn-mnist-30, got 'moon'"):
-        select(["moon"], quick=False)
+        select(["moon"])
+    with pytest.raises(FedcontextError, match=r"method must be one of mean, .*, got 'bold'"):
+        select(methods=["bold"])
+    with pytest.raises(FedcontextError, match=r"condition must be one of none, .*, got 'rain'"):
+        select(conditions=["rain"])
     (tmp_path / "reliability.json").write_text("[1]")
     with pytest.raises(FedcontextError, match="no results of a stress test"):
         read_results(tmp_path / "reliability.json")

@@ -17,6 +17,10 @@ OMITTED_COLUMNS = ("cells within 3 points", "rounds lost", "runs ended")  # the 
 
 def stress(
     tasks: Annotated[str, typer.Option(metavar="NAMES", help="Comma-separated tasks. [default: all]")] = "",
+    methods: Annotated[str, typer.Option(metavar="NAMES", help="Comma-separated methods. [default: all]")] = "",
+    conditions: Annotated[
+        str, typer.Option(metavar="NAMES", help="Comma-separated faults and attacks. [default: all]")
+    ] = "",
     quick: Annotated[
         bool, typer.Option("--quick", help="One task, one seed and a few faults and attacks: a minute on two cores.")
     ] = False,
@@ -26,23 +30,26 @@ def stress(
     jobs: Jobs = CORES,
     quiet: Quiet = False,
 ) -> None:
-    """Run all methods under every fault and attack, and write reliability.md and reliability.json into --out.
+    """Run methods under faults and attacks, and write reliability.md and reliability.json into --out.
 
-    Runs whose records are complete are reused.
+    Runs whose records are complete are reused. Cells that are on the page already and are not run again stay.
     """
     from fedcontext.stress.cases import SEEDS, select
     from fedcontext.stress.cells import stress as run_all
     from fedcontext.stress.document import SUMMARY, publish, summary_rows
 
     folder = results_folder(out_dir, docs, quick)
-    chosen, conditions = select(distinct("tasks", tasks) if tasks else [], quick=quick, device=device)
-    given = {"quick": quick, "tasks": tasks, "device": "" if device == "cpu" else device, "docs": docs}
+    names = {"tasks": tasks, "methods": methods, "conditions": conditions}
+    listed = {name: distinct(name, text) for name, text in names.items() if text}
+    chosen, entrants, disturbances = select(**listed, quick=quick, device=device)
+    given = {"quick": quick, **names, "device": "" if device == "cpu" else device, "docs": docs}
     with interruptible(folder, REUSED):
         made = run_all(
             folder,
             jobs,
             tasks=chosen,
-            conditions=conditions,
+            methods=entrants,
+            conditions=disturbances,
             seeds=SEEDS[:1] if quick else SEEDS,
             progress=lambda title, rounds: progress(title, rounds, quiet),
             command=command_line("stress", given),

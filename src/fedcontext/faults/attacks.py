@@ -134,10 +134,10 @@ def _two_faced(reply: Reply, adversary: Adversary) -> Reply:
 
 @dataclass(frozen=True)
 class Attack:
-    """What liars do, in words and as a function of their honest reply."""
+    """What liars do, in words and as a function of their honest reply: none if they lie in the second exchange alone."""
 
     help: str
-    lie: Callable[[Reply, Adversary], Reply]
+    lie: Callable[[Reply, Adversary], Reply] | None = None
 
 
 ATTACKS = {
@@ -164,6 +164,8 @@ ATTACKS = {
     "samples": Attack("claim to have 2^53 samples", lambda reply, adversary: replace(reply, samples=CLAIM)),
     "gradient-scaling": Attack("send their gradient times 1e6", _gradients_times(LARGE)),
     "gradient-flip": Attack("send the opposite of their gradient", _gradients_times(-1.0)),
+    "change-scaling": Attack("lie in the second exchange alone: send the change of their gradient times 1e6"),
+    "change-flip": Attack("lie in the second exchange alone: send the opposite of the change of their gradient"),
     "two-faced": Attack("send a random direction as update, and a steep gradient that favours it", _two_faced),
     "backdoor": Attack(
         "train on samples with a trigger, labelled 0, and add a step down the gradient to the update", _backdoor
@@ -205,7 +207,12 @@ def all_triggered(samples: Samples) -> Samples:
     return features, np.zeros(len(features), samples[1].dtype)
 
 
-GRADIENT_LIES = {"gradient-scaling": LARGE, "gradient-flip": -1.0}  # factors of the changes that liars send
+CHANGE_LIES = {  # factors of the changes that liars send
+    "gradient-scaling": LARGE,
+    "gradient-flip": -1.0,
+    "change-scaling": LARGE,
+    "change-flip": -1.0,
+}
 POISONS: Mapping[str, Callable[[int], Callable[[Samples], Samples]]] = {
     "label-flip": reverse_labels,
     "backdoor": lambda classes: add_trigger,
@@ -235,7 +242,7 @@ def lying_changes(
 ) -> dict[int, FloatArray]:
     """Return the changes of the probes' gradients over a proposed step, with those of liars replaced.
 
-    "gradient-scaling" and "gradient-flip" apply here too; ``poisoned`` has the changes of who computes on poisoned data.
+    Attacks on gradients apply here too; ``poisoned`` has the changes of who computes on poisoned data.
 
     >>> who = next(iter(liars(0, 10, 0.1)))
     >>> float(lying_changes({who: np.ones(1)}, 0, 10, {"gradient-flip": 0.1}, {})[who][0])
@@ -244,7 +251,7 @@ def lying_changes(
     changed = dict(changes)
     for name, share in attacks.items():
         for device in (liars(seed, population, share) if name in ATTACKS else frozenset()) & changed.keys():
-            changed[device] = poisoned.get((name, device), GRADIENT_LIES.get(name, 1.0) * changed[device])
+            changed[device] = poisoned.get((name, device), CHANGE_LIES.get(name, 1.0) * changed[device])
     return changed
 
 
@@ -266,14 +273,14 @@ def with_attacks(
     """
     changed = list(replies)
     for name, share in attacks.items():
-        if name not in ATTACKS:  # "until"
+        lie = ATTACKS[name].lie if name in ATTACKS else None  # "until" is no attack
+        if lie is None:
             continue
         lying = liars(seed, population, share)
         honest = [reply for reply in replies if reply.device not in lying]
         trains = [reply for reply in replies if reply.update is not None and not reply.pool]
         adversary = Adversary(honest, sum(reply.device in lying for reply in trains), seed, number, trained)
         if len(adversary.updates):
-            lie = ATTACKS[name].lie
             changed = [
                 replace(lie(reply, adversary), remaining_slope=STEEPEST) if reply.device in lying else reply
                 for reply in changed

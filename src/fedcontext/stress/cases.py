@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias
 
+from fedcontext.errors import by_name
 from fedcontext.experiment import Experiment
 from fedcontext.faults.attacks import ATTACKS
 from fedcontext.faults.faults import FAULTS
@@ -49,9 +50,9 @@ METHODS: Mapping[str, Settings] = {
     "Krum": {"algorithm": "krum", **BARE},
     "median": {"algorithm": "median", **BARE},
     "FLTrust": {"algorithm": "fltrust", **BARE},
-    "contextual, bare": {"algorithm": "fedavg-contextual", **BARE},
+    "contextual undefended": {"algorithm": "fedavg-contextual", **BARE},
     "contextual": {"algorithm": "fedavg-contextual"},
-    "memory, bare": {"algorithm": "fedavg-memory", **BARE},
+    "memory undefended": {"algorithm": "fedavg-memory", **BARE},
     "memory": {"algorithm": "fedavg-memory"},
 }
 
@@ -78,7 +79,7 @@ HONEST = Condition("none", "none", 0.0, "")
 CONDITIONS = (
     HONEST,
     *(Condition(name, "faults", share, f"{name}={share}") for name in FAULTS for share in SHARES),
-    Condition(TOGETHER, "faults", 0.3, TOGETHER),
+    Condition("combined", "faults", 0.3, TOGETHER),
     *(Condition(name, "attack", share, f"{name}={share}") for name in ATTACKS for share in SHARES),
 )
 QUICK = ("none", "nan", "dropout", "sign-flip", "gradient-flip", "backdoor")
@@ -98,17 +99,30 @@ def experiment(task: Task, method: str, condition: Condition, seed: int) -> Expe
     return task.experiment({**METHODS[method], **condition.settings(last_disturbed(task))}, seed)
 
 
-def select(tasks: Sequence[str], *, quick: bool, device: str = "") -> tuple[list[Task], list[Condition]]:
-    """Return tasks by name, all if none is named, and the conditions; ``device`` is that of the CNN.
+def select(
+    tasks: Sequence[str] = (),
+    methods: Sequence[str] = (),
+    conditions: Sequence[str] = (),
+    *,
+    quick: bool = False,
+    device: str = "",
+) -> tuple[list[Task], list[str], list[Condition]]:
+    """Return tasks, methods and conditions by name, all where none is named; ``device`` is that of the CNN.
 
-    The quick tasks and conditions take a minute.
+    Runs without faults are always among the conditions: the others are compared with them. The quick tasks and conditions
+    take a minute.
 
-    >>> tasks, conditions = select(["mnist"], quick=False)
-    >>> [task.name for task in tasks], len(conditions)
-    (['mnist'], 77)
+    >>> chosen, methods, conditions = select(["mnist"], ["memory"], ["nan"])
+    >>> [task.name for task in chosen], methods, [(each.name, each.share) for each in conditions]
+    (['mnist'], ['memory'], [('none', 0.0), ('nan', 0.1), ('nan', 0.2), ('nan', 0.3)])
     """
     chosen = [task.on(device) for task in named("task", TASKS, tasks) or TASKS]
-    if not quick:
-        return chosen, list(CONDITIONS)
-    small = [replace(task, settings={**task.settings, "rounds": 9}) for task in chosen[:1]]
-    return small, [each for each in CONDITIONS if each.name in QUICK and each.share in (0.0, 0.2)]
+    for method in methods:
+        by_name("method", method, METHODS)
+    for condition in conditions:
+        by_name("condition", condition, {each.name: each for each in CONDITIONS})
+    wanted = [each for each in CONDITIONS if each.name in (HONEST.name, *conditions)] if conditions else CONDITIONS
+    if quick:
+        chosen = [replace(task, settings={**task.settings, "rounds": 9}) for task in chosen[:1]]
+        wanted = [each for each in wanted if each.name in QUICK and each.share in (0.0, 0.2)]
+    return chosen, [name for name in METHODS if not methods or name in methods], list(wanted)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
-import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +13,7 @@ from fedcontext.errors import FedcontextError
 from fedcontext.files.storage import write_text
 from fedcontext.leaderboard.board import Progress, no_progress, run_with_progress
 from fedcontext.leaderboard.entries import Task
+from fedcontext.leaderboard.provenance import here
 from fedcontext.leaderboard.tuning import Records, records_of
 from fedcontext.results.summary import summarise
 from fedcontext.stress.cases import (
@@ -29,7 +27,6 @@ from fedcontext.stress.cases import (
     experiment,
     last_disturbed,
 )
-from fedcontext.version import __version__
 
 CLOSE = 0.02  # a run has recovered when its accuracy is this close to that of the run without faults
 
@@ -49,21 +46,24 @@ class Cell:
     recovery: list[int | None]  # rounds after the last fault to within 2 points of the run without faults
     ended: int  # runs that ended with an error
     backdoor: list[float | None]  # share of triggered samples that get the liars' label, where that is the attack
+    made: str  # when and where
+
+    @property
+    def key(self) -> tuple[str, str, str, float]:
+        """Which cell it is: the task, the method, the condition and its share."""
+        return self.task, self.method, self.condition, self.share
 
 
 @dataclass(frozen=True)
 class Results:
-    """All cells, and how they were made."""
+    """All cells, and the settings and commands that made them."""
 
     cells: list[Cell]
     seeds: list[int]
     rounds: dict[str, list[int]]  # by task: all rounds, and those with faults or attacks
-    date: str
-    version: str
-    machine: str
     level: float = LEVEL
     settings: dict[str, dict[str, object]] = field(default_factory=dict)  # by task
-    commands: dict[str, str] = field(default_factory=dict)  # by task: the command that ran it
+    commands: dict[str, list[str]] = field(default_factory=dict)  # by task: the commands that ran it
 
 
 def stress(
@@ -71,28 +71,26 @@ def stress(
     jobs: int = 1,
     *,
     tasks: Sequence[Task] = TASKS,
+    methods: Sequence[str] = tuple(METHODS),
     conditions: Sequence[Condition] = CONDITIONS,
     seeds: Sequence[int] = SEEDS,
     progress: Progress = no_progress,
     command: str = "fedcontext stress",
 ) -> Results:
-    """Run every method under every condition on every task, and return the results.
+    """Run the methods under every condition on every task, and return the results.
 
     Records go to ``out``; finished ones are reused when this is called again. The page says that ``command`` made them.
     """
     for task in tasks:
-        runs = [experiment(task, method, each, seed) for method in METHODS for each in conditions for seed in seeds]
+        runs = [experiment(task, method, each, seed) for method in methods for each in conditions for seed in seeds]
         run_with_progress(task.name, runs, out, jobs, progress)
-    cells = [_cell(task, method, each, seeds, out) for task in tasks for method in METHODS for each in conditions]
+    cells = [_cell(task, method, each, seeds, out) for task in tasks for method in methods for each in conditions]
     return Results(
         cells=cells,
         seeds=list(seeds),
         rounds={task.name: [task.rounds, last_disturbed(task)] for task in tasks},
-        date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        version=__version__,
-        machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        settings={task.name: dict(task.settings) for task in tasks},
-        commands={task.name: command for task in tasks},
+        settings={task.name: {k: v for k, v in task.settings.items() if k != "device"} for task in tasks},
+        commands={task.name: [command] for task in tasks},
     )
 
 
@@ -113,6 +111,7 @@ def _cell(task: Task, method: str, condition: Condition, seeds: Sequence[int], o
         recovery=[recovery(run, accuracy_after(good, until), until) for run, good in zip(runs, honest, strict=True)],
         ended=sum(len(records) < task.rounds for records in runs),
         backdoor=[records[until - 1].backdoor if len(records) >= until else None for records in runs],
+        made=here(str(task.settings.get("device", "cpu"))),
     )
 
 
@@ -158,11 +157,33 @@ def read_results(path: Path) -> Results:
 
 
 def merge(before: Results | None, after: Results) -> Results:
-    """Return the cells of ``after`` and those of other tasks in ``before``."""
+    """Return the results with the cells of ``after`` in place of the same ones in ``before``, in the order of the page.
+
+    Of a task with other settings or seeds no cell of ``before`` is kept.
+    """
     if before is None:
         return after
-    kept = [cell for cell in before.cells if cell.task not in after.rounds]
-    order = [task.name for task in TASKS]
-    cells = sorted([*kept, *after.cells], key=lambda cell: order.index(cell.task))
-    by_task = {name: {**vars(before)[name], **vars(after)[name]} for name in ("rounds", "settings", "commands")}
-    return Results(**{**vars(after), "cells": cells, **by_task})
+    changed = {
+        task
+        for task in after.rounds
+        if (before.rounds.get(task), before.settings.get(task), before.seeds)
+        != (after.rounds[task], after.settings.get(task), after.seeds)
+    }
+    new = {cell.key for cell in after.cells}
+    kept = [cell for cell in before.cells if cell.task not in changed and cell.key not in new]
+    tasks, methods, names = [task.name for task in TASKS], list(METHODS), [(c.name, c.share) for c in CONDITIONS]
+
+    def position(cell: Cell) -> tuple[int, int, int]:
+        return tasks.index(cell.task), methods.index(cell.method), names.index((cell.condition, cell.share))
+
+    rest = {cell.task for cell in kept}
+    commands = {**before.commands, **after.commands}
+    for task in rest & after.commands.keys():
+        commands[task] = list(dict.fromkeys([*before.commands.get(task, []), *after.commands[task]]))
+    return replace(
+        after,
+        cells=sorted([*kept, *after.cells], key=position),
+        rounds={**before.rounds, **after.rounds},
+        settings={**before.settings, **after.settings},
+        commands=commands,
+    )
