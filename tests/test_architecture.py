@@ -36,6 +36,22 @@ def test_every_module_is_on_the_map():
     assert modules == set(ROW)
 
 
+def test_the_walk_names_functions_where_they_are():
+    walk = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").split("## One round")[1].split("## Modules")[0]
+    rows = [[cell.strip() for cell in line.split("|")[2:-1]] for line in walk.splitlines() if line.startswith("| ")]
+    steps = [row for row in rows if row[0].startswith("`")]
+    assert len(steps) > 25
+    for files, *functions in steps:
+        folder, paths = SOURCE, []
+        for name in re.findall(r"`([a-z_/0-9]+\.py)`", files):  # a bare name is in the folder of the one before it
+            paths.append(SOURCE / name if (SOURCE / name).exists() else folder / name)
+            folder = paths[-1].parent
+        nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+        defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        named = {name for cell in functions for name in re.findall(r"`([A-Za-z_]+)`", cell)}
+        assert named <= defined, f"{files}: {named - defined}"
+
+
 def test_imports_point_one_way():
     wrong = [
         f"{path.relative_to(SOURCE)} imports {module}"

@@ -196,3 +196,12 @@ def test_a_simulation_counts_the_second_exchange_and_can_leave_it_out():
         for count in (1, 2)
     ]
     assert fedavg[0] == fedavg[1]
+
+
+def test_a_probe_that_is_late_in_the_second_exchange_is_named():
+    settings = {"dataset": "synthetic-1-1", "rounds": 1, "fleet": "edge"}
+    waiting, late = (fc.train(**settings, deadline=deadline).records[0] for deadline in (0, 0.5))
+    assert not any("missed" in note for note in waiting.clipped.values())
+    named = {device for device, note in late.clipped.items() if "gradient change: missed the deadline" in note}
+    assert named
+    assert not named & late.excluded.keys()  # their gradients were used

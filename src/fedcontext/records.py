@@ -34,8 +34,10 @@ def described(default: Any, about: str) -> Any:
 class RoundRecord:
     """The metrics of one round; None where a metric was not evaluated or is not defined.
 
-    A field ``x: float | None`` added here is filled in `round_record`, and is then read back, exported and tracked; charts of the
-    report are made in `fedcontext.report.curves`.
+    A field ``x: float | None`` is added at the end and filled in `round_record` (the fields of `Motion` are copied there); it is
+    then read back, exported and tracked. Another type needs a line in ``KINDS`` of `results.export`. What is about the rule's own
+    step is cleared under a server optimiser, in `Simulation._record` and `flower.exclusion`. What is drawn of it is up to
+    `report.page_data` and ``report/assets/charts.js``.
     """
 
     number: int = field(metadata={"about": "the round, from 1"})
@@ -48,7 +50,7 @@ class RoundRecord:
     smoothness: float | None = described(None, "β of the bound")
     curvature: float | None = described(None, "the β at which the bound would have been exact along the step")
     condition: float | None = described(None, "of the Gram matrix of the normalised updates")
-    seconds: float = described(0.0, "simulated, of this round")
+    seconds: float = described(0.0, "of this round: simulated, or in Flower those that passed")
     bytes_down: int = described(0, "sent to devices in this round")
     bytes_up: int = described(0, "sent by devices in this round")
     excluded: dict[int, str] = described(dict, "the reason why each excluded device's update was not applied")

@@ -212,7 +212,8 @@ class Simulation:
             buffers=buffers,
             defences=defences,
         )
-        return result, received
+        late = {int(device): "gradient change: missed the deadline" for device in devices[~in_time]}
+        return replace(result, screened=result.screened.with_notes(late)), received
 
     def _changes(self, state: State, proposed: Structure, number: int, devices: IntArray) -> dict[int, Structure]:
         """Return the changes of the devices' gradients over the proposed step, as they arrive."""

@@ -60,7 +60,7 @@ def data_list() -> None:
 
 
 @data_app.command("fetch", cls=Command)
-def data_fetch(name: Annotated[str, typer.Argument(help="mnist or femnist")], quiet: Quiet = False) -> None:
+def data_fetch(name: Annotated[str, typer.Argument(help=" or ".join(files.SOURCES))], quiet: Quiet = False) -> None:
     """Download a data set into the cache and check its SHA-256."""
 
     def show(done: int, total: int) -> None:
@@ -73,7 +73,9 @@ def data_fetch(name: Annotated[str, typer.Argument(help="mnist or femnist")], qu
 
 
 @data_app.command("where", cls=Command)
-def data_where(name: Annotated[str | None, typer.Argument(help="mnist or femnist; both if omitted")] = None) -> None:
+def data_where(
+    name: Annotated[str | None, typer.Argument(help=f"{' or '.join(files.SOURCES)}; all if omitted")] = None,
+) -> None:
     """Print the paths of data files, or how to get them."""
     for each in [name] if name else list(files.SOURCES):
         path = files.find(each) if name else files.where(each)

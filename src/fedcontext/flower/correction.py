@@ -13,19 +13,13 @@ from flwr.serverapp import Grid
 from fedcontext.aggregation.correction import correct
 from fedcontext.aggregation.result import Aggregation
 from fedcontext.errors import FedcontextError
-from fedcontext.flower.exclusion import Outcome, by_reason, defect
+from fedcontext.flower.exclusion import Outcome, by_reason, defect, without_updates
 from fedcontext.flower.messages import Round, Task, message_for, parse_replies
 from fedcontext.flower.protocol import Arrays, array_bytes
 from fedcontext.measurement.defences import Defences
 from fedcontext.plan import Stream, second_probes
 
 log = logging.getLogger("flwr")
-
-
-def without_updates(aggregation: Aggregation, keep_step: bool) -> Aggregation:
-    """Return the aggregation without the updates that its step is made from, and with the step itself if asked for."""
-    step = aggregation.step if keep_step else None
-    return replace(aggregation, make_step=lambda: step)
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,12 @@ def _leaves_without_gradient(params: Arrays, replies: Sequence[Reply]) -> set[st
     return {name for name in params if 2 * counts[name] <= sum(map(bool, voters))} if any(voters) else set()
 
 
+def without_updates(aggregation: Aggregation, keep_step: bool) -> Aggregation:
+    """Return the aggregation without the updates that its step is made from, and with the step itself if asked for."""
+    step = aggregation.step if keep_step else None
+    return replace(aggregation, make_step=lambda: step)
+
+
 def defect(params: Arrays, reply: Reply, buffers: set[str], layers: Sequence[str | int] | None) -> str:
     """Return what is wrong with the structure of this reply, or an empty string."""
     measured = (set(params) if layers is None else select_leaves("layers", layers, params)) - buffers

@@ -19,8 +19,16 @@ from fedcontext.errors import FedcontextError, positive
 from fedcontext.experiment import checked
 from fedcontext.flower.coding import Extras
 from fedcontext.flower.compatibility import RuleOrFunction, checked_inner, checked_rule, resolved_rule
-from fedcontext.flower.correction import Correction, without_updates
-from fedcontext.flower.exclusion import Aggregator, Carried, Outcome, Settings, aggregate_usable, by_reason
+from fedcontext.flower.correction import Correction
+from fedcontext.flower.exclusion import (
+    Aggregator,
+    Carried,
+    Outcome,
+    Settings,
+    aggregate_usable,
+    by_reason,
+    without_updates,
+)
 from fedcontext.flower.identity import run_identity
 from fedcontext.flower.messages import Pool, Round, message_for, parse_replies, plan_tasks
 from fedcontext.flower.metrics import note_metrics, round_metrics, usable_evaluations
