@@ -137,7 +137,7 @@ def test_methods_that_are_run_again_replace_their_own_cells_alone(results, tmp_p
     )
     assert {(cell.method, cell.condition) for cell in again.cells} == {("mean", each.name) for each in conditions}
     later = replace(again, cells=[replace(cell, accuracy=[0.123], made="tomorrow") for cell in again.cells])
-    both = merge(made, later)
+    both = merge(read_results(publish(made, tmp_path)[0]), later)
     assert len(both.cells) == len(made.cells)
     changed = {(cell.method, cell.condition) for cell in both.cells if cell.accuracy == [0.123]}
     assert changed == {("mean", each.name) for each in conditions}
@@ -147,6 +147,31 @@ def test_methods_that_are_run_again_replace_their_own_cells_alone(results, tmp_p
     assert f" {today}; mean: tomorrow and {today}.\n" in page
     other = replace(later, settings={"synthetic-1-1": {"rounds": 8}})
     assert merge(made, other).cells == other.cells
+    unknown = replace(made, cells=[*made.cells, replace(made.cells[0], method="gone")])
+    assert merge(unknown, later).cells == both.cells
+
+
+def test_settings_of_every_task_survive_the_file(results, tmp_path):
+    for task in TASKS:
+        made = stress(tmp_path, tasks=[task], methods=[], conditions=[], seeds=[0])
+        assert made.settings == json.loads(json.dumps(made.settings))
+        assert "device" not in made.settings[task.name]
+
+
+def test_methods_of_different_tasks_share_a_page(results, tmp_path):
+    made, _ = results
+    mean, memory = ([cell for cell in made.cells if cell.method == name] for name in ("mean", "memory"))
+    (rounds,), (settings,) = made.rounds.values(), made.settings.values()
+    elsewhere = replace(
+        made,
+        cells=[replace(cell, task="mnist") for cell in memory],
+        rounds={"mnist": rounds},
+        settings={"mnist": settings},
+    )
+    publish(elsewhere, tmp_path)
+    page = publish(replace(made, cells=mean), tmp_path)[1].read_text("utf-8")
+    assert re.search(r"\| mean \| -/0\.\d{3} \|", page)
+    assert re.search(r"\| \*\*memory\*\* \| 0\.\d{3}/- \|", page)
 
 
 def test_the_published_page_is_that_of_the_published_numbers():
@@ -180,6 +205,10 @@ def test_unknown_tasks_and_broken_files_are_named(tmp_path):
         select(methods=["bold"])
     with pytest.raises(FedcontextError, match=r"condition must be one of none, .*, got 'rain'"):
         select(conditions=["rain"])
+    with pytest.raises(
+        FedcontextError, match=r"conditions must have a fault or an attack, got \['combined'\]; the quick"
+    ):
+        select(conditions=["combined"], quick=True)
     (tmp_path / "reliability.json").write_text("[1]")
     with pytest.raises(FedcontextError, match="no results of a stress test"):
         read_results(tmp_path / "reliability.json")

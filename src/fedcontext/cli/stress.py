@@ -36,13 +36,15 @@ def stress(
     """
     from fedcontext.stress.cases import SEEDS, select
     from fedcontext.stress.cells import stress as run_all
-    from fedcontext.stress.document import SUMMARY, publish, summary_rows
+    from fedcontext.stress.document import SUMMARY, publish, published, summary_rows
 
     folder = results_folder(out_dir, docs, quick)
     names = {"tasks": tasks, "methods": methods, "conditions": conditions}
     listed = {name: distinct(name, text) for name, text in names.items() if text}
     chosen, entrants, disturbances = select(**listed, quick=quick, device=device)
     given = {"quick": quick, **names, "device": "" if device == "cpu" else device, "docs": docs}
+    for each in filter(None, (folder, docs)):
+        published(each)  # a file that cannot be read is an error before the runs, not after them
     with interruptible(folder, REUSED):
         made = run_all(
             folder,

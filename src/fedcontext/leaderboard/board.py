@@ -10,7 +10,7 @@ from typing import TypeAlias
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
 from fedcontext.leaderboard.entries import FEDAVG, ORACLE_SEEDS, TEST_SEEDS, TUNING_SEEDS, Entrant, Task
-from fedcontext.leaderboard.provenance import here
+from fedcontext.leaderboard.provenance import made_at
 from fedcontext.leaderboard.results import TaskResult
 from fedcontext.leaderboard.rows import make_row
 from fedcontext.leaderboard.tuning import levels_of, records_of, run_missing, tune, tuning_experiments
@@ -114,9 +114,11 @@ def _task_result(
     tuning: Sequence[int],
     seeds: Sequence[int],
 ) -> TaskResult:
-    rows, made = {}, here(task.settings.get("device", "cpu"))
+    rows = {}
     for entrant in entrants_of(task, entrants):
         settings = tune(task, entrant, tuning, out)
-        runs = [records_of(task.experiment(settings, seed), out) for seed in seeds_of(entrant, seeds)]
+        experiments = [task.experiment(settings, seed) for seed in seeds_of(entrant, seeds)]
+        runs = [records_of(each, out) for each in experiments]
+        made = made_at(experiments, out, task.settings.get("device", "cpu"))
         rows[entrant.name] = make_row(entrant, settings, runs, levels, task.rounds, made)
     return TaskResult(task.name, task.group, task.rounds, list(levels), list(seeds), list(tuning), rows)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
+from fedcontext.experiment import Experiment
 from fedcontext.version import __version__
 
 
-def here(device: str = "cpu") -> str:
-    """Return the version, today's date and this machine, in words."""
-    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+def made_at(experiments: Iterable[Experiment], out: Path, device: str = "cpu") -> str:
+    """Return the version, the day on which the newest of these runs in ``out`` ended, and this machine, in words."""
+    files = (out / f"{each.name}{suffix}" for each in experiments for suffix in (".jsonl", ".error"))
+    newest = max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
+    day = datetime.datetime.fromtimestamp(newest, datetime.UTC).date().isoformat()
     return (
-        f"fedcontext {__version__}, {today}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores, {device}"
+        f"fedcontext {__version__}, {day}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores, {device}"
     )
 
 

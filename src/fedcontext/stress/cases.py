@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from fedcontext.errors import by_name
+from fedcontext.errors import FedcontextError, by_name, shown
 from fedcontext.experiment import Experiment
 from fedcontext.faults.attacks import ATTACKS
 from fedcontext.faults.faults import FAULTS
@@ -125,4 +125,7 @@ def select(
     if quick:
         chosen = [replace(task, settings={**task.settings, "rounds": 9}) for task in chosen[:1]]
         wanted = [each for each in wanted if each.name in QUICK and each.share in (0.0, 0.2)]
+    if list(wanted) == [HONEST]:
+        among = f"; the quick ones are {', '.join(QUICK)}" if quick else ""
+        raise FedcontextError(f"conditions must have a fault or an attack, got {shown(list(conditions))}{among}")
     return chosen, [name for name in METHODS if not methods or name in methods], list(wanted)

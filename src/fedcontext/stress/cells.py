@@ -12,8 +12,8 @@ import numpy as np
 from fedcontext.errors import FedcontextError
 from fedcontext.files.storage import write_text
 from fedcontext.leaderboard.board import Progress, no_progress, run_with_progress
-from fedcontext.leaderboard.entries import Task
-from fedcontext.leaderboard.provenance import here
+from fedcontext.leaderboard.entries import Settings, Task
+from fedcontext.leaderboard.provenance import made_at
 from fedcontext.leaderboard.tuning import Records, records_of
 from fedcontext.results.summary import summarise
 from fedcontext.stress.cases import (
@@ -89,13 +89,20 @@ def stress(
         cells=cells,
         seeds=list(seeds),
         rounds={task.name: [task.rounds, last_disturbed(task)] for task in tasks},
-        settings={task.name: {k: v for k, v in task.settings.items() if k != "device"} for task in tasks},
+        settings={task.name: _plain(task.settings) for task in tasks},
         commands={task.name: [command] for task in tasks},
     )
 
 
+def _plain(settings: Settings) -> dict[str, object]:
+    """Return the settings of a task as a JSON file returns them, without the compute device."""
+    plain: dict[str, object] = json.loads(json.dumps({**settings}))
+    return {name: value for name, value in plain.items() if name != "device"}
+
+
 def _cell(task: Task, method: str, condition: Condition, seeds: Sequence[int], out: Path) -> Cell:
-    runs = [records_of(experiment(task, method, condition, seed), out) for seed in seeds]
+    experiments = [experiment(task, method, condition, seed) for seed in seeds]
+    runs = [records_of(each, out) for each in experiments]
     honest = [records_of(experiment(task, method, HONEST, seed), out) for seed in seeds]
     until = last_disturbed(task)
     summaries = [summarise(records, [LEVEL]) for records in runs]
@@ -111,7 +118,7 @@ def _cell(task: Task, method: str, condition: Condition, seeds: Sequence[int], o
         recovery=[recovery(run, accuracy_after(good, until), until) for run, good in zip(runs, honest, strict=True)],
         ended=sum(len(records) < task.rounds for records in runs),
         backdoor=[records[until - 1].backdoor if len(records) >= until else None for records in runs],
-        made=here(str(task.settings.get("device", "cpu"))),
+        made=made_at(experiments, out, str(task.settings.get("device", "cpu"))),
     )
 
 
@@ -159,7 +166,7 @@ def read_results(path: Path) -> Results:
 def merge(before: Results | None, after: Results) -> Results:
     """Return the results with the cells of ``after`` in place of the same ones in ``before``, in the order of the page.
 
-    Of a task with other settings or seeds no cell of ``before`` is kept.
+    No cell of ``before`` is kept whose task has other settings or seeds now, or whose method or condition is gone.
     """
     if before is None:
         return after
@@ -170,7 +177,8 @@ def merge(before: Results | None, after: Results) -> Results:
         != (after.rounds[task], after.settings.get(task), after.seeds)
     }
     new = {cell.key for cell in after.cells}
-    kept = [cell for cell in before.cells if cell.task not in changed and cell.key not in new]
+    known = {(task.name, name, each.name, each.share) for task in TASKS for name in METHODS for each in CONDITIONS}
+    kept = [cell for cell in before.cells if cell.task not in changed and cell.key in known - new]
     tasks, methods, names = [task.name for task in TASKS], list(METHODS), [(c.name, c.share) for c in CONDITIONS]
 
     def position(cell: Cell) -> tuple[int, int, int]:

@@ -42,12 +42,18 @@ LABELS = {"combined": TOGETHER}
 
 
 def publish(results: Results, folder: Path) -> list[Path]:
-    """Write reliability.json and reliability.md into a folder, with the tasks that it holds already, and return the paths."""
+    """Write reliability.json and reliability.md into a folder, with the cells that it holds already, and return the paths."""
     numbers, page = folder / "reliability.json", folder / "reliability.md"
-    merged = merge(read_results(numbers) if numbers.exists() else None, results)
+    merged = merge(published(folder), results)
     write_results(merged, numbers)
     write_text(page, document(merged))
     return [numbers, page]
+
+
+def published(folder: Path) -> Results | None:
+    """Return the results that a folder holds, None if it holds none."""
+    path = folder / "reliability.json"
+    return read_results(path) if path.exists() else None
 
 
 def document(results: Results) -> str:
@@ -124,8 +130,8 @@ def summary_rows(results: Results) -> Iterator[dict[str, str]]:
 
 def _summary_row(cells: Sequence[Cell], tasks: Sequence[str], shares: Sequence[float]) -> dict[str, str]:
     """Return the columns of one method, from its cells."""
-    honest = {cell.task: np.mean(cell.accuracy) for cell in cells if cell.kind == "none"}
-    drops = [(100 * float(honest[cell.task] - np.mean(cell.accuracy)), cell) for cell in cells if cell.kind != "none"]
+    honest = {cell.task: float(np.mean(cell.accuracy)) for cell in cells if cell.kind == "none"}
+    drops = [(100 * (honest[cell.task] - float(np.mean(cell.accuracy))), cell) for cell in cells if cell.kind != "none"]
     first, *others = (f"{_percent(share)} %" for share in shares)
     groups = {"faults": [drop for drop, cell in drops if cell.kind == "faults"]}
     for title, share in zip((f"attacks {first}", *others), shares, strict=True):
@@ -133,7 +139,7 @@ def _summary_row(cells: Sequence[Cell], tasks: Sequence[str], shares: Sequence[f
     most, worst = max(drops, key=lambda pair: pair[0])
     where = f"{worst.condition} {_percent(worst.share)}{f', {worst.task}' if len(tasks) > 1 else ''}"
     return {
-        "accuracy": "/".join(f"{honest[task]:.3f}" for task in tasks),
+        "accuracy": "/".join(f"{honest[task]:.3f}" if task in honest else "-" for task in tasks),
         **{title: f"{np.mean(group):.1f}" if group else "" for title, group in groups.items()},
         "worst": f"{most:.0f} ({where})",
         "cells within 3 points": f"{sum(drop <= 3 for drop, _ in drops)} of {len(drops)}",
