@@ -37,7 +37,7 @@ def play(seed, rounds, exchanges, noise=0.0, rule=None):
         result = fc.aggregate(w, updates, gradients=gradients, differences=differences, rule=rule, state=state)
         if exchanges == 2:
             changes = [curvature * (result.params - w) + noise * rng.standard_normal(SIZE) for _ in minima]
-            result = fc.correct(w, result, changes, rule=rule)
+            result = fc.correct(result, changes, rule=rule)
         before, w, state = w, result.params, result.state
         losses.append(float(np.mean([curvature @ (w - c) ** 2 for c in minima])) / 2)
     return losses
@@ -59,13 +59,11 @@ def test_no_change_makes_the_step_more_than_twice_as_long(seed, scale, rounds):
     rng, rule, w, state = np.random.default_rng(seed), fc.contextual_memory(), np.zeros(SIZE), None
     for _ in range(rounds):
         updates, gradients = rng.standard_normal((2, 3, SIZE))
-        differences = None if state is None else list(rng.standard_normal((3, SIZE)))
-        result = fc.aggregate(
-            w, list(updates), gradients=list(gradients), differences=differences, rule=rule, state=state
-        )
-        lies = [scale * rng.standard_normal(SIZE) for _ in result.probes]
+        sent = {"gradients": gradients, "differences": None if state is None else rng.standard_normal((3, SIZE))}
         for defences in (None, fc.Defences()):
-            corrected = fc.correct(w, result, lies, rule=rule, defences=defences)
+            result = fc.aggregate(w, updates, **sent, rule=rule, state=state, defences=defences)
+            lies = [scale * rng.standard_normal(SIZE) for _ in result.probes]
+            corrected = fc.correct(result, lies, rule=rule)
             proposed = np.linalg.norm(result.step)
             assert np.linalg.norm(corrected.step - result.step) <= proposed * (1 + 1e-9)
             assert np.isfinite(corrected.params).all()
@@ -80,7 +78,7 @@ def test_one_lying_probe_of_six_is_named_and_changes_little(lie):
     result = fc.aggregate(w, {k: -0.01 * g for k, g in gradients.items()}, gradients=gradients, rule=rule)
     honest = dict.fromkeys(range(6), curvature * (result.params - w))
     lying = {**honest, 3: lie * honest[3]}
-    corrected = fc.correct(w, result, lying, rule=rule)
+    corrected = fc.correct(result, lying, rule=rule)
     assert list(corrected.clipped) == [3]
     assert "gradient change" in corrected.clipped[3]
     assert corrected.excluded == {}
@@ -94,15 +92,12 @@ def test_a_lie_in_the_second_exchange_is_not_remembered(seed, scale, rounds):
     rng, rule, w, state = np.random.default_rng(seed), fc.contextual_memory(), np.zeros(SIZE), None
     for _ in range(rounds):
         updates, gradients = rng.standard_normal((2, 3, SIZE))
-        differences = None if state is None else list(rng.standard_normal((3, SIZE)))
-        result = fc.aggregate(
-            w, list(updates), gradients=list(gradients), differences=differences, rule=rule, state=state
-        )
-        before, w, state = w, result.params, result.state
+        sent = {"gradients": gradients, "differences": None if state is None else rng.standard_normal((3, SIZE))}
+        result = fc.aggregate(w, updates, **sent, rule=rule, state=state, defences=None)
+        w, state = result.params, result.state
     honest, lie = result.step, scale * rng.standard_normal(SIZE)
     after = [
-        fc.correct(before, result, [*[honest] * (len(result.probes) - 1), last], rule=rule, defences=None).state
-        for last in (honest, lie)
+        fc.correct(result, [*[honest] * (len(result.probes) - 1), last], rule=rule).state for last in (honest, lie)
     ]
     moved = {"step", "deviation"}
     assert all(np.array_equal(after[0][name], after[1][name]) for name in state.keys() - moved)
@@ -112,29 +107,31 @@ def test_changes_are_not_clipped_where_the_step_went_too_far_and_most_say_so():
     rule, w, gradient = fc.contextual_memory(), np.zeros(SIZE), -np.ones(SIZE)
     result = fc.aggregate(w, [np.ones(SIZE)] * 4, gradients=[gradient] * 4, rule=rule)
     changes = [7 * result.step] * 4  # the gradient at the end of the step is 6 times as long, and points back
-    corrected = fc.correct(w, result, changes, rule=rule)
+    corrected = fc.correct(result, changes, rule=rule)
     assert corrected.clipped == {}
-    np.testing.assert_array_equal(corrected.step, fc.correct(w, result, changes, rule=rule, defences=None).step)
+    bare = fc.aggregate(w, [np.ones(SIZE)] * 4, gradients=[gradient] * 4, rule=rule, defences=None)
+    np.testing.assert_array_equal(corrected.step, fc.correct(bare, changes, rule=rule).step)
     assert np.linalg.norm(corrected.step) < np.linalg.norm(result.step)
-    liar = fc.correct(w, result, [*changes[:3], 1e6 * changes[0]], rule=rule)
+    liar = fc.correct(result, [*changes[:3], 1e6 * changes[0]], rule=rule)
     assert list(liar.clipped) == ["probe 3"]
 
 
 def test_where_no_change_is_usable_the_proposed_step_stands():
     rule, w = fc.contextual_memory(), np.zeros(2)
     result = fc.aggregate(w, [np.array([1.0, 0.0])], gradients=[np.array([-1.0, -3.0])], rule=rule)
-    assert fc.correct(w, result, [], rule=rule) is fc.correct(w, result, {}, rule=rule) is result
-    corrected = fc.correct(w, result, [np.full(2, np.nan)], rule=rule)
+    assert fc.correct(result, [], rule=rule) is fc.correct(result, {}, rule=rule) is result
+    corrected = fc.correct(result, [np.full(2, np.nan)], rule=rule)
     np.testing.assert_array_equal(corrected.params, result.params)
     assert "NaN" in corrected.clipped["probe 0"]
-    with pytest.raises(fc.FedcontextError, match="NaN or infinite"):
-        fc.correct(w, result, [np.full(2, np.nan)], rule=rule, defences=None)
+    bare = fc.aggregate(w, [np.array([1.0, 0.0])], gradients=[np.array([-1.0, -3.0])], rule=rule, defences=None)
+    with pytest.raises(fc.FedcontextError, match=r"change of probe 0: .*NaN or infinite"):
+        fc.correct(bare, [np.full(2, np.nan)], rule=rule)
 
 
 def test_a_step_along_which_the_loss_is_not_convex_is_not_corrected():
     rule, w = fc.contextual_memory(), np.zeros(2)
     result = fc.aggregate(w, [np.array([1.0, 0.0])], gradients=[np.array([-1.0, -3.0])], rule=rule)
-    corrected = fc.correct(w, result, [np.array([-1.0, 0.5])], rule=rule)
+    corrected = fc.correct(result, [np.array([-1.0, 0.5])], rule=rule)
     np.testing.assert_array_equal(corrected.params, result.params)
 
 
@@ -143,7 +140,7 @@ def test_buffers_and_integers_are_those_of_the_aggregation():
     update = {"w": np.array([1.0, 0.5], np.float32), "mean": np.ones(1, np.float32), "count": np.array([2])}
     rule = fc.contextual_memory()
     result = fc.aggregate(params, [update], gradients=[{"w": -update["w"]}], rule=rule, buffers=["mean"])
-    corrected = fc.correct(params, result, [{"w": 0.5 * update["w"]}], rule=rule, buffers=["mean"])
+    corrected = fc.correct(result, [{"w": 0.5 * update["w"]}], rule=rule)
     assert corrected.params["mean"] == 2
     assert corrected.params["count"] == 5
     assert corrected.params["w"].dtype == np.float32
@@ -155,33 +152,37 @@ def test_what_cannot_be_corrected_is_refused():
     w, update = np.zeros(2), [np.ones(2)]
     mean = fc.aggregate(w, update, rule=fc.mean())
     with pytest.raises(fc.FedcontextError, match="rule 'mean' does not correct its steps"):
-        fc.correct(w, mean, update, rule=fc.mean())
+        fc.correct(mean, update, rule=fc.mean())
     rule = fc.contextual_memory(fc.MemorySettings(correction=0))
     result = fc.aggregate(w, update, gradients=[-np.ones(2)], rule=rule)
     with pytest.raises(fc.FedcontextError, match="does not correct"):
-        fc.correct(w, result, update, rule=rule)
+        fc.correct(result, update, rule=rule)
     rule = fc.contextual_memory()
     result = fc.aggregate(w, update, gradients=[-np.ones(2)], rule=rule)
-    corrected = fc.correct(w, result, update, rule=rule)
-    with pytest.raises(fc.FedcontextError, match="corrected already"):
-        fc.correct(w, corrected, update, rule=rule)
+    corrected = fc.correct(result, update, rule=rule)
+    for done in (corrected, mean):
+        with pytest.raises(fc.FedcontextError, match="of aggregate with this rule, and not corrected yet"):
+            fc.correct(done, update, rule=rule)
     with pytest.raises(fc.FedcontextError, match="one for each of the 1 probes"):
-        fc.correct(w, result, [*update, *update], rule=rule)
-    with pytest.raises(fc.FedcontextError, match="distortion must be a share from 0 to 1, got -5"):
-        fc.correct(w, result, update, rule=rule, distortion=-5)
+        fc.correct(result, [*update, *update], rule=rule)
     robust = fc.robust_gradients(rule, "median")
     with pytest.raises(fc.FedcontextError, match="does not correct"):
-        fc.correct(w, result, update, rule=robust)
-    with pytest.raises(fc.FedcontextError, match=r"params must be the model before the round, got result\.params"):
-        fc.correct(result.params.copy(), result, update, rule=rule)
+        fc.correct(result, update, rule=robust)
+    live = w.copy()
+    proposed = fc.aggregate(live, update, gradients=[-np.ones(2)], rule=rule)
+    live[:] = proposed.params
+    with pytest.raises(fc.FedcontextError, match=r"have become result\.params"):
+        fc.correct(proposed, update, rule=rule)
     with pytest.raises(fc.FedcontextError, match="result must be what aggregate returned, got"):
-        fc.correct(w, result.params, update, rule=rule)
+        fc.correct(result.params, update, rule=rule)
     with pytest.raises(fc.FedcontextError, match=r"probes in result\.probes, got \['stranger'\]"):
-        fc.correct(w, result, {"stranger": update[0]}, rule=rule)
+        fc.correct(result, {"stranger": update[0]}, rule=rule)
     with pytest.raises(fc.FedcontextError, match="overflow float64"):
-        fc.correct(w, result, [np.full(2, 1e200)], rule=rule, defences=None)
+        fc.correct(
+            fc.aggregate(w, update, gradients=[-np.ones(2)], rule=rule, defences=None), [np.full(2, 1e200)], rule=rule
+        )
     with pytest.raises(fc.FedcontextError, match=r"change of probe 0: .* must have shape \(2,\), got \(3,\)"):
-        fc.correct(w, result, [np.ones(3)], rule=rule)
+        fc.correct(result, [np.ones(3)], rule=rule)
 
 
 def test_a_simulation_counts_the_second_exchange_and_can_leave_it_out():
@@ -205,3 +206,18 @@ def test_a_probe_that_is_late_in_the_second_exchange_is_named():
     named = {device for device, note in late.clipped.items() if "gradient change: missed the deadline" in note}
     assert named
     assert not named & late.excluded.keys()  # their gradients were used
+
+
+def test_what_a_rule_reports_does_not_decide_whether_it_is_corrected():
+    own = fc.SumRule(
+        "mine",
+        lambda sums, state, population: (sums.mean_update, None, {"correction": 1.0}),
+        frozenset({"gradient"}),
+        correct=lambda change, error, state: (-change, None, {}),
+    )
+    w = np.zeros(2)
+    result = fc.aggregate(w, [np.ones(2)], gradients=[np.ones(2)], rule=own)
+    corrected = fc.correct(result, {"probe 0": np.full(2, 0.5)}, rule=own)
+    np.testing.assert_array_equal(corrected.params, [-0.5, -0.5])
+    with pytest.raises(fc.FedcontextError, match="not corrected yet"):
+        fc.correct(corrected, {"probe 0": np.ones(2)}, rule=own)

@@ -201,17 +201,7 @@ class Simulation:
         samples, deadline = self.data.train.sizes, self.experiment.deadline or None
         in_time, received = second_replies(self.fleet, received, devices, samples, model_bytes, cost, deadline)
         changes = self._changes(state, result.params, number, devices[in_time])
-        rule, buffers, defences = self.algorithm.rule, self.engine.buffers, self.experiment.defences
-        result = correct(
-            state.params,
-            result,
-            changes,
-            rule=rule,
-            population=self.data.population,
-            distortion=self.coding.distortions[1],
-            buffers=buffers,
-            defences=defences,
-        )
+        result = correct(result, changes, rule=self.algorithm.rule)
         late = {int(device): "gradient change: missed the deadline" for device in devices[~in_time]}
         return replace(result, screened=result.screened.with_notes(late)), received
 

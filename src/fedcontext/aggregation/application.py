@@ -12,7 +12,7 @@ import numpy as np
 
 from fedcontext.aggregation.combine import Rows, add_weighted, step_of_integers
 from fedcontext.aggregation.decision import combination_of, step_of, weights_of
-from fedcontext.aggregation.result import Aggregation, Motion, motion_of_sums, motion_of_weights
+from fedcontext.aggregation.result import Aggregation, Before, Motion, motion_of_sums, motion_of_weights
 from fedcontext.aggregation.validation import raise_not_finite
 from fedcontext.arrays.tree import (
     BoolArray,
@@ -31,7 +31,7 @@ from fedcontext.measurement.geometry import Geometry, Report, Vectors, measure, 
 from fedcontext.measurement.last_step import AlongLastStep
 from fedcontext.measurement.screening import Screened, screen
 from fedcontext.measurement.sums import by_coordinate, dot, flat, sums_of, unflat
-from fedcontext.rules.base import CoordinateRule, Rule, State, SumRule
+from fedcontext.rules.base import CoordinateRule, Rule, State, SumRule, corrects
 from fedcontext.rules.contextual import bound
 
 
@@ -133,6 +133,8 @@ def apply_step(rule: SumRule | CoordinateRule, inputs: Inputs) -> Aggregation:
         vector, state, info = step_of(rule, sums, state, inputs.report.population)
         motion = motion_of_sums(sums, vector)
     step = {name: [leaf] for name, leaf in unflat(vector, inputs.leaves, measured).items()}
+    report = inputs.report
+    before = Before(inputs.params, measured, inputs.defences, report.population, report.distortions[1])
     by_leaf = {**dict.fromkeys(measured, np.ones(1)), **dict.fromkeys(inputs.averaged, screened.averages)}
     return inputs.aggregation(
         {**step, **_rows(inputs.averaged, vectors.updates, screened.devices)},
@@ -145,6 +147,7 @@ def apply_step(rule: SumRule | CoordinateRule, inputs: Inputs) -> Aggregation:
         screened=screened,
         info=info,
         motion=motion,
+        before=before if corrects(rule) else None,
     )
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from fedcontext.arrays.tree import FloatArray, Structure
+from fedcontext.measurement.defences import Defences
 from fedcontext.measurement.geometry import Geometry, Name, shares
 from fedcontext.measurement.screening import Screened
 from fedcontext.measurement.sums import Sums, dot
@@ -25,6 +26,17 @@ class Motion:
 
 
 @dataclass(frozen=True)
+class Before:
+    """What `correct` needs to know of an aggregation: the params before it, and how it measured vectors."""
+
+    params: Structure
+    measured: list[str]  # the leaves that gradients have
+    defences: Defences
+    population: int | None
+    distortion: float  # share of gradient differences that is noise of their code
+
+
+@dataclass(frozen=True)
 class Aggregation:
     """What `aggregate` returns: the new params, and the weights and diagnostics behind them."""
 
@@ -37,6 +49,7 @@ class Aggregation:
     info: dict[str, Any] = field(default_factory=dict)  # numbers that a rule reports
     motion: Motion = Motion()  # how far the updates and the step go
     make_step: Callable[[], Structure] = field(repr=False, default=lambda: None)
+    before: Before | None = field(repr=False, default=None)  # None where the step cannot be corrected, or is already
 
     @cached_property
     def step(self) -> Structure:

@@ -204,9 +204,9 @@ def _leaves_without_gradient(params: Arrays, replies: Sequence[Reply]) -> set[st
 
 
 def without_updates(aggregation: Aggregation, keep_step: bool) -> Aggregation:
-    """Return the aggregation without the updates that its step is made from, and with the step itself if asked for."""
-    step = aggregation.step if keep_step else None
-    return replace(aggregation, make_step=lambda: step)
+    """Return the aggregation without the updates that its step is made from; with the step if it is to be corrected."""
+    step, before = (aggregation.step, aggregation.before) if keep_step else (None, None)
+    return replace(aggregation, make_step=lambda: step, before=before)
 
 
 def defect(params: Arrays, reply: Reply, buffers: set[str], layers: Sequence[str | int] | None) -> str:

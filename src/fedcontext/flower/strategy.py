@@ -19,7 +19,7 @@ from fedcontext.errors import FedcontextError, positive
 from fedcontext.experiment import checked
 from fedcontext.flower.coding import Extras
 from fedcontext.flower.compatibility import RuleOrFunction, checked_inner, checked_rule, resolved_rule
-from fedcontext.flower.correction import Correction
+from fedcontext.flower.correction import corrected
 from fedcontext.flower.exclusion import (
     Aggregator,
     Carried,
@@ -312,8 +312,7 @@ class ContextualStrategy(Strategy):
         if not self._corrects or current is None or outcome is None or proposed is None or metrics is None:
             return proposed, metrics
         key, device_of = self.inner.weighted_by_key, self._roster.device_of
-        correction = Correction(grid, self._timeout, device_of, key, self.settings.defences)
-        self._outcome = outcome = correction.corrected(current, outcome, proposed)
+        self._outcome = outcome = corrected(current, outcome, proposed, grid, self._timeout, device_of, key)
         assert outcome.aggregation is not None
         self._carried = outcome.carried
         metrics["fedcontext.weights"] = list(outcome.aggregation.applied.values())
