@@ -23,6 +23,7 @@ from fedcontext.faults.reply import device_of
 from fedcontext.fleet import NO_REPLIES, Fleet, Replies, replies, second_replies
 from fedcontext.measurement.defences import NoneUsable
 from fedcontext.measurement.geometry import Name, Report
+from fedcontext.measurement.screening import joined
 from fedcontext.measurement.sums import flat, unflat
 from fedcontext.oracle import oracle_aggregation
 from fedcontext.plan import IntArray, RoundPlan, plan_round, second_probes
@@ -267,4 +268,5 @@ class Simulation:
 
 
 def _by_device(reasons: Mapping[Name, str]) -> dict[int, str]:
-    return {device_of(name): reason for name, reason in reasons.items()}
+    """Return the reasons by device: its several replies, such as late ones, are one."""
+    return joined((device_of(name), reason) for name, reason in reasons.items())

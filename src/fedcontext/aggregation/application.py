@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedcontext.aggregation.combine import Rows, add_weighted, step_of_integers
-from fedcontext.aggregation.decision import combination_of, step_of, weights_of
+from fedcontext.aggregation.decision import checked_step, combination_of, weights_of
 from fedcontext.aggregation.result import Aggregation, Before, Motion, motion_of_sums, motion_of_weights
 from fedcontext.aggregation.validation import raise_not_finite
 from fedcontext.arrays.tree import (
@@ -130,7 +130,8 @@ def apply_step(rule: SumRule | CoordinateRule, inputs: Inputs) -> Aggregation:
         screened = combined_probes(screened, vectors, measured, rule.gradients, sums=True, scratch=inputs.scratch)
         sums = sums_of(vectors, measured, screened, inputs.report.distortions)
         inputs.check_finite(sums.finite)
-        vector, state, info = step_of(rule, sums, state, inputs.report.population)
+        returned = rule.step(sums, state, inputs.report.population)
+        vector, state, info = checked_step(returned, sums.size, f"rule '{rule.name}': step")
         motion = motion_of_sums(sums, vector)
     step = {name: [leaf] for name, leaf in unflat(vector, inputs.leaves, measured).items()}
     report = inputs.report
@@ -159,7 +160,8 @@ def _rows(names: Iterable[str], updates: Sequence[Leaves], kept: BoolArray) -> R
 
 def _along_last_step(rule: SumRule | CoordinateRule, inputs: Inputs) -> AlongLastStep | None:
     """Return what the probes say along the last step, or None where the rule has none."""
-    last, vectors = rule.last_step(inputs.state) if isinstance(rule, SumRule) else None, inputs.vectors
+    last_step, vectors = rule.last_step if isinstance(rule, SumRule) else None, inputs.vectors
+    last = last_step(inputs.state) if last_step else None
     size = sum(size_of(inputs.leaves[name]) for name in inputs.measured)
     if last is None or len(last) != size or not vectors.differences or inputs.defences == OFF:
         return None

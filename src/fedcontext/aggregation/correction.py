@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fedcontext.aggregation.combine import add_step
-from fedcontext.aggregation.decision import correction_of
+from fedcontext.aggregation.decision import checked_step
 from fedcontext.aggregation.result import Aggregation, Before
 from fedcontext.aggregation.validation import NO_GRADIENT, checked_leaves, named
 from fedcontext.arrays.tree import FloatArray, Leaves, leaves, rebuild, to_numpy
@@ -74,7 +74,9 @@ def correct(result: Aggregation, changes: Structures, *, rule: AnyRule) -> Aggre
     if not sums.finite:
         raise FedcontextError("the squares of the changes overflow float64; leave defences on, or scale the loss down")
     error = sums.difference_error(np.inf if before.population is None else before.population)
-    return _with_step(result, base, before, *correction_of(rule, sums.mean_difference, error, result.state))
+    assert rule.correct
+    returned = rule.correct(sums.mean_difference, error, result.state)
+    return _with_step(result, base, before, *checked_step(returned, len(step), f"rule '{rule.name}': correct"))
 
 
 def _checked(changes: Structures, result: Aggregation, base: Leaves, before: Before) -> dict[Name, Leaves]:

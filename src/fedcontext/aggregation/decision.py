@@ -10,8 +10,7 @@ import numpy as np
 from fedcontext.arrays.tree import FloatArray
 from fedcontext.errors import FedcontextError, shown
 from fedcontext.measurement.geometry import Geometry
-from fedcontext.measurement.sums import Sums
-from fedcontext.rules.base import CoordinateRule, Rule, State, SumRule
+from fedcontext.rules.base import CoordinateRule, Rule, State
 
 
 def weights_of(rule: Rule, geometry: Geometry, state: State) -> tuple[FloatArray, State]:
@@ -29,21 +28,6 @@ def weights_of(rule: Rule, geometry: Geometry, state: State) -> tuple[FloatArray
     return _numbers(returned[0], len(geometry.samples), f"rule '{rule.name}': weigh", "weights"), returned[1]
 
 
-def step_of(
-    rule: SumRule, sums: Sums, state: State, population: int | None
-) -> tuple[FloatArray, State, dict[str, Any]]:
-    """Return the step of a rule on sums, the next state, and what the rule reports, with Python's own numbers for NumPy's."""
-    return _step(rule.step(sums, state, population), sums.size, f"rule '{rule.name}': step")
-
-
-def correction_of(
-    rule: SumRule, change: FloatArray, error: float, state: State
-) -> tuple[FloatArray, State, dict[str, Any]]:
-    """Return the step of a rule after its correction, the next state, and what the rule reports."""
-    assert rule.correct
-    return _step(rule.correct(change, error, state), len(change), f"rule '{rule.name}': correct")
-
-
 def combination_of(rule: CoordinateRule, block: FloatArray) -> FloatArray:
     """Return one value for each entry of a block of the devices' values.
 
@@ -56,8 +40,8 @@ def combination_of(rule: CoordinateRule, block: FloatArray) -> FloatArray:
     return combined
 
 
-def _step(returned: Any, size: int, function: str) -> tuple[FloatArray, State, dict[str, Any]]:
-    """Return (step, state, info) as a rule's function returned them, checked."""
+def checked_step(returned: Any, size: int, function: str) -> tuple[FloatArray, State, dict[str, Any]]:
+    """Return (step, state, info) as a rule's ``function`` returned them, checked, with Python's own numbers for NumPy's."""
     if not (isinstance(returned, tuple | list) and len(returned) == 3 and isinstance(returned[2], Mapping)):
         raise FedcontextError(f"{function} must return (step, state, info), info a dict, got {_described(returned)}")
     step, after, info = returned

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedcontext.aggregation.combine import add_step
-from fedcontext.aggregation.decision import step_of
+from fedcontext.aggregation.decision import checked_step
 from fedcontext.aggregation.validation import check_population, check_state, checked_leaves
 from fedcontext.arrays.tree import FloatArray, Leaves, Structure, kind_of, leaf_name, leaves, rebuild, size_of
 from fedcontext.errors import FedcontextError
@@ -86,7 +86,9 @@ class StreamedRound:
         check_state(rule, state, differences=self.differences > 0)
         self._check_enough(rule, state)
         state = rule.init(self.params) if state is None else state
-        vector, state, info = step_of(rule, self.sums, state, population)
+        vector, state, info = checked_step(
+            rule.step(self.sums, state, population), self.sums.size, f"rule '{rule.name}': step"
+        )
         step: Leaves = unflat(vector, self._leaves, list(self._leaves))
         moved = add_step(self._leaves, step)
         return Streamed(rebuild(self.params, moved), rebuild(self.params, step), state, info)

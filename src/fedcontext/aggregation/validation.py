@@ -125,9 +125,9 @@ def check_state(rule: AnyRule, state: State, differences: bool) -> None:
         raise FedcontextError(
             f"the state is of another rule: rule '{rule.name}' keeps none; use the rule that returned it, or state=None"
         )
-    if not isinstance(rule, SumRule):
+    if not isinstance(rule, SumRule) or rule.last_step is None:
         return
-    if state is None and differences and rule.keeps_last_step:
+    if state is None and differences:
         raise FedcontextError(
             f"rule '{rule.name}' got differences but no state: give the state of the last result (state=result.state), or, "
             "in the first round, leave differences out"

@@ -135,22 +135,19 @@ def with_faults(
 
 
 def faulty_changes(changes: Mapping[int, FloatArray], seed: int, number: int, faults: Shares) -> dict[int, FloatArray]:
-    """Return what arrives of the changes of the probes' gradients over a proposed step.
+    """Return the changes of the probes' gradients over a proposed step, as faults change them.
 
-    A fault strikes both exchanges of a round alike. With the defences on, whoever sent NaN is not asked again.
+    A fault strikes both exchanges of a round alike, so probes whose gradient was lost or NaN are not asked again.
 
-    >>> faulty_changes({7: np.ones(1)}, 0, 1, {"scale": 1.0}), faulty_changes({7: np.ones(1)}, 0, 1, {"lost-gradient": 1.0})
-    ({7: array([1000.])}, {})
+    >>> faulty_changes({7: np.ones(1)}, 0, 1, {"scale": 1.0}), faulty_changes({7: np.ones(1)}, 0, 1, {"old-gradient": 1.0})
+    ({7: array([1000.])}, {7: array([0.])})
     """
-    factors = {"scale": SCALE, "nan": np.nan, "old-gradient": 0.0}
-    arrived = {}
-    for device, change in changes.items():
-        suffered = [
-            name for name in (*factors, "lost-gradient", "lost-reply") if hit(seed, number, device, name, faults)
-        ]
-        if not {"lost-gradient", "lost-reply"} & set(suffered):
-            arrived[device] = change * float(np.prod([factors[name] for name in suffered]))
-    return arrived
+    factors = {"scale": SCALE, "old-gradient": 0.0}
+
+    def factor(device: int) -> float:
+        return float(np.prod([factors[name] for name in factors if hit(seed, number, device, name, faults)]))
+
+    return {device: factor(device) * change for device, change in changes.items()}
 
 
 def _replaced(replies: Sequence[Reply], affected: Callable[[Reply], bool], field: str, vectors: Vectors) -> list[Reply]:

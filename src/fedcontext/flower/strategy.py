@@ -68,8 +68,8 @@ class ContextualStrategy(Strategy):
         buffers: leaves that are averaged instead of weighted, besides those that most gradients lack.
         gradient_bits: bits an entry of the gradients, 1 to 8, or 32 for float32; differences get half of them, rounded
             down. "auto" is float32; for a rule with memory it is 2, or 3 where the cohort itself probes.
-        exchanges: with the probes in a round: in the second, those of a rule with memory report how their gradients change
-            over the proposed step, which `start` then corrects; 1 leaves it out.
+        exchanges: number of exchanges with the probes in a round, 1 or 2. In the second, nine tenths of the probes of a rule
+            with memory report how their gradients change over the proposed step, and `start` corrects it.
         server: an optimiser of `fedcontext.rules.server` that acts on the step of a rule without memory, such as ``fedadam()``.
         min_replies: with fewer usable updates the round is lost: the model stays unchanged.
         max_lost: number of consecutive lost rounds that ends the run.

@@ -60,7 +60,7 @@ class SentVectors:
 
     @property
     def clipped(self) -> dict[Name, str]:
-        """Whose vector is clipped, and from where to where; and whose is so short that it looks wrong."""
+        """Notes on vectors that are clipped, with their length and the limit, or suspiciously short."""
         least = NEGLIGIBLE if self.outlier else 0
         return {
             name: f"{self.kind}: {multiple:.3g} times the median norm"
@@ -112,7 +112,7 @@ class Screened:
     probe_weights: FloatArray | None  # (P,) capped
     excluded: dict[Name, str]
     clipped: dict[Name, str]
-    contradicting: int = 0  # probes left out for what they say along the last step
+    contradicting: int = 0  # probes left out because they contradict the others along the last step
     probing: Sequence[Name] = ()  # the probes whose gradients are used
     median_gradient: float = 0.0  # the lower median of the gradients' norms
 
@@ -133,7 +133,7 @@ class Screened:
 
     def with_notes(self, notes: Mapping[Name, str]) -> Screened:
         """Return this with notes added to those on what was clipped."""
-        return replace(self, clipped=_joined([*self.clipped.items(), *notes.items()]))
+        return replace(self, clipped=joined([*self.clipped.items(), *notes.items()]))
 
     def geometry(self, products: Products, steps: FloatArray | None) -> Geometry:
         """Return the geometry of all rows: gradients clipped, counts capped, and zeros for what is left out."""
@@ -195,7 +195,7 @@ def screen(
         samples=capped(samples, most),
         probe_weights=None if weights is None else capped(weights, most),
         excluded=excluded,
-        clipped=_joined(notes),
+        clipped=joined(notes),
         contradicting=len(unused),
         probing=[name for name in probing if name not in left_out],
         median_gradient=lower_median(gradients.norms),
@@ -301,8 +301,12 @@ def _padded(factors: FloatArray, count: int) -> FloatArray:
     return np.concatenate([factors, np.ones(count - len(factors))])
 
 
-def _joined(notes: Iterable[tuple[Name, str]]) -> dict[Name, str]:
-    """Return the notes by device, without repetitions."""
+def joined(notes: Iterable[tuple[Name, str]]) -> dict[Name, str]:
+    """Return the notes by device, without repetitions.
+
+    >>> joined([(7, "clipped"), (8, "late"), (7, "clipped"), (7, "late")])
+    {7: 'clipped; late', 8: 'late'}
+    """
     by_name: dict[Name, dict[str, None]] = {}
     for name, note in notes:
         by_name.setdefault(name, {})[note] = None

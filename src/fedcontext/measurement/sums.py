@@ -31,7 +31,7 @@ class Sums:
 
     size: int  # n
     devices: int = 0  # K, updates added
-    probes: int = 0  # Q, gradients added
+    probes: int = 0  # Q, gradients or changes added
     update: FloatArray = field(init=False)  # (n,) Σ Δₖ
     gradient: FloatArray = field(init=False)  # (n,) Σ gᵢ, gᵢ = ∇Fᵢ(w_t)
     difference: FloatArray = field(init=False)  # (n,) Σ yᵢ, yᵢ = ∇Fᵢ(w_t) - ∇Fᵢ(w_{t-1})
@@ -40,7 +40,7 @@ class Sums:
     gradient_norms: float = 0.0  # Σ ‖gᵢ‖²
     difference_norms: float = 0.0  # Σ ‖yᵢ‖²
     distortions: tuple[float, float] = (0.0, 0.0)  # shares of ‖gᵢ‖² and ‖yᵢ‖² that are noise of a code
-    contradicting: int = 0  # probes left out for what they say along the last step
+    contradicting: int = 0  # probes left out because they contradict the others along the last step
 
     def __post_init__(self) -> None:
         for name in ("update", "gradient", "difference", "square"):
@@ -193,7 +193,7 @@ def sums_of(
 
 
 def sum_of_changes(rows: Sequence[Leaves], names: Sequence[str], factors: FloatArray, distortion: float) -> Sums:
-    """Return the sums over the probes' gradient differences, each times its factor; those with a factor of 0 are left out."""
+    """Return the sums over the probes' gradient changes, each times its factor; those with a factor of 0 are left out."""
     total = Sums(sum(size_of(rows[0][name]) for name in names), distortions=(0.0, distortion))
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks whether the sums are finite
         for row in np.flatnonzero(factors).tolist():

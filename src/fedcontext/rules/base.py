@@ -59,10 +59,11 @@ class SumRule:
     """A rule that sees sums over devices alone: ``step(sums, state, population) -> (step, state, info)``.
 
     The step is a flat float64 vector over the floating-point leaves, ``population`` the total number of devices (None
-    where unknown) and ``info`` diagnostics, which do not affect the step. ``last_step(state)`` is the last step, where the
-    rule keeps it: the defences look whether a probe's gradient difference fits it. ``correct(change, error,
-    state) -> (step, state, info)`` changes the last step, from the mean change of the probes' gradients over it and that mean's
-    expected squared error; None for a rule that does not.
+    where unknown) and ``info`` diagnostics; ``mean`` among them, if given, is the multiple of the mean update that
+    `Aggregation.weights` show. ``last_step(state)`` is the last step, None for a rule that does not keep it: the defences
+    look whether a probe's gradient difference fits it. ``correct(change, error, state) -> (step, state, info)`` changes the
+    last step, from the mean change of the probes' gradients over it and that mean's expected squared error; None for a rule
+    that does not.
     """
 
     name: str
@@ -70,17 +71,12 @@ class SumRule:
     needs: frozenset[Need] = frozenset()
     init: Callable[[Structure], State] = _no_state
     smoothness: None = None
-    last_step: Callable[[State], FloatArray | None] = _no_state
+    last_step: Callable[[State], FloatArray | None] | None = None
     correct: Callable[[FloatArray, float, State], tuple[FloatArray, State, dict[str, Any]]] | None = None
     gradients: Combination = "mean"  # how the probes' gradients are combined; set by `robust_gradients`
 
     def __post_init__(self) -> None:
         _check_needs(self.name, self.needs)
-
-    @property
-    def keeps_last_step(self) -> bool:
-        """Whether ``last_step`` finds the last step in the state."""
-        return self.last_step is not _no_state
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ def corrected_step(
 ) -> tuple[FloatArray, Memory, dict[str, Any]]:
     """Return the step after its correction, the memory for the next round, and the correction's relative length.
 
-    ``error`` is the expected squared error of ``change``, ``memory`` that of the proposed step. Where the loss is not convex
-    along the step, it stays as it is. The correction is at most √cos(y, s) as long as the step, since y is parallel to s where
+    ``error`` is the expected squared error of ``change``; ``memory`` is the memory after the proposed step. Where the loss is
+    not convex along the step, the step is returned unchanged. The correction is at most √cos(y, s) as long as the step, since y is parallel to s where
     the curvature is the same in all directions; and at most ``trial`` times that before any curvature was measured.
     """
     s, y = memory.step, change
@@ -42,7 +42,7 @@ def corrected_step(
     lengths = np.array([norm(vector) for vector in unit])
     unit /= lengths[:, None]
     slopes = along(unit, m)
-    slopes[STEP + 1 :] *= np.minimum(_believed(memory), max(0.0, 1 - error / lengths[STEP + 1] ** 2))
+    slopes[STEP + 1 :] *= np.minimum(_reliabilities(memory), max(0.0, 1 - error / lengths[STEP + 1] ** 2))
     h = _hessian(unit, u, scale, k, s, y, settings)
     low = np.where(np.arange(len(unit)) == STEP, -lengths[STEP], 0.0)
     x = minimise_in_box(h, slopes, low, np.full(len(unit), np.inf))
@@ -59,8 +59,8 @@ def _along_mean(memory: Memory) -> float:
     return dot(memory.step, d) / norm(d) ** 2
 
 
-def _believed(memory: Memory) -> FloatArray:
-    """Return how far the slopes of m along -m and its preconditioned form are believed."""
+def _reliabilities(memory: Memory) -> FloatArray:
+    """Return the reliability (0.05 to 1.5) of the slopes of m along -m and its preconditioned form."""
     return reliability(memory.slopes, memory.gradient, memory.error, memory.hits, memory.squares)[GRADIENT:]
 
 

@@ -1,6 +1,6 @@
 """Contextual aggregation with memory: a second-order step in five directions that the server holds.
 
-In every round Q probes send their gradient at the present params, and that minus their gradient at the last round's.
+In every round Q probes send their gradient at the present params, and its difference to that at the last round's params.
 From sums over devices alone the server keeps an estimate m of the global gradient (as SARAH does, corrected by fresh
 gradients), an estimate of the curvature, and chooses the step in the span of
 
@@ -12,8 +12,8 @@ as the minimiser of a quadratic model of the loss. The length of the deviation f
 deviations lowered the loss (the anchor). The first step is d, or longer where devices report that local training stopped
 far from the minimum along their updates. `correction` improves the step by a second exchange with the probes.
 
-Notation: ȳ mean gradient difference, ḡ mean fresh gradient, u a power of the root mean square of the gradients so far,
-relative to its mean.
+Notation: ȳ mean gradient difference, ḡ mean fresh gradient, u a power of the root mean square of past gradients, scaled to a
+root mean square of 1.
 """
 
 from __future__ import annotations
@@ -124,8 +124,10 @@ def memory_step(
     if moved[1]:
         anchor = float(np.clip(anchor * settings.growth**-on_deviations, settings.floor / 2, settings.largest))
     elif anchor:  # nothing is known of deviations yet
-        believed = settings.secant * max(0.0, bend) / (norm(y) * lengths[PREVIOUS])  # 1 where y is along s: a parabola
-        ahead = min(believed * _steps_ahead(on_steps), settings.stretch)
+        straightness = (
+            settings.secant * max(0.0, bend) / (norm(y) * lengths[PREVIOUS])
+        )  # 1 where y is along s: a parabola
+        ahead = min(straightness * _steps_ahead(on_steps), settings.stretch)
         most, anchor = max(settings.trial * settings.growth**-on_steps, ahead) * lengths[MEAN], max(anchor, ahead)
     most = min(most, anchor * (reference if anchor > settings.near else lengths[MEAN]))
     deviation = shortened(shortened(combined(x, unit), limit) - d, most)
@@ -179,8 +181,8 @@ def _gradient_estimate(
     """Return m = (m' + ȳ) + a (ḡ - m' - ȳ), and its expected squared error.
 
     The prior m' + ȳ errs by P' + Var(ȳ), the fresh mean ḡ by Var(ḡ); the gain a weighs the two as a Kalman filter does.
-    When probes are first left out for what they say along the last step the prior is dropped: the first round has no step
-    before it, so their gradients may be in it.
+    When probes are first left out because they contradict the others along the last step, the prior is dropped: the first
+    round has no step before it, so their gradients may be in it.
     """
     drift, noise = memory.error + sums.difference_error(population), sums.gradient_error(population)
     if sums.contradicting and not memory.contradicting:
@@ -259,6 +261,9 @@ def _model_minimum(h: FloatArray, slopes: FloatArray, lengths: FloatArray, setti
 
 
 def _no_surge(d: FloatArray, mean: float, surge: float) -> FloatArray:
-    """Return d, cut to ``surge`` running mean lengths in case most of a cohort lies: honest runs stay below two."""
+    """Return d, shortened to ``surge`` times the running mean of its length, in case most of a cohort lies.
+
+    In honest runs it stays below twice that mean.
+    """
     known = mean > 2 * TINY  # not where every update was zero so far
     return shortened(d, surge * mean) if known else d

@@ -20,9 +20,7 @@ class MemorySettings:
     """The constants of the rule: the same for all data sets and models."""
 
     decay: float = 0.9  # share of every running quantity that a round keeps
-    floor: float = (
-        0.1  # least gain of the gradient estimate; the least share of d is twice, the least anchor half of it
-    )
+    floor: float = 0.1  # least gain of the gradient estimate; twice it bounds x_d, half of it the anchor
     least_trust: float = 0.2  # lower limit of the trust, the factor of the longest step
     reach: float = 3.0  # the model's minimiser is cut to reach x trust x R, R the larger of ‖d‖ and its running mean
     momentum: float = 0.4  # largest multiple of the previous step
@@ -70,7 +68,7 @@ class Memory:
     length: float  # running mean of ‖d‖
     trust: float  # ρ
     anchor: float  # τ
-    contradicting: int  # probes left out so far for what they said along the last step
+    contradicting: int  # probes left out so far because they contradicted the others along a step
     evidence: FloatArray  # (2, 2) on steps and on deviations: decayed sum, and sum of its weights
 
 
