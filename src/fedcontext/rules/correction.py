@@ -31,8 +31,8 @@ def corrected_step(
     the curvature is the same in all directions; and at most ``trial`` times that before any curvature was measured.
     """
     s, y = memory.step, change
-    bend = dot(y, s)
-    if not bend > 0:
+    ys = dot(y, s)
+    if not ys > 0:
         return s, memory, {"correction": 0.0, "mean": _along_mean(memory)}
     u = metric(memory.square, settings.power)
     scale = 1 / (u + settings.smallest)
@@ -46,7 +46,7 @@ def corrected_step(
     h = _hessian(unit, u, scale, k, s, y, settings)
     low = np.where(np.arange(len(unit)) == STEP, -lengths[STEP], 0.0)
     x = minimise_in_box(h, slopes, low, np.full(len(unit), np.inf))
-    cosine = bend / (norm(s) * norm(y))
+    cosine = ys / (norm(s) * norm(y))
     most = settings.correction if memory.normal.any() else min(settings.correction, settings.trial)
     correction = shortened(combined(x, unit), most * np.sqrt(cosine) * lengths[STEP])
     after = replace(memory, step=s + correction, deviation=memory.deviation + correction)

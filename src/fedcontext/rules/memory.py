@@ -43,6 +43,7 @@ from fedcontext.rules.memory_state import (
     shortened,
 )
 from fedcontext.rules.quadratic import minimise_in_box
+from fedcontext.rules.trust import limits_of
 
 ROUNDING = 1e-12  # deviations from d below this share of its length count as none
 
@@ -101,43 +102,42 @@ def memory_step(
     lengths = np.array([norm(vector) for vector in unit])
     unit /= lengths[:, None]
 
-    fresh = np.stack([_evidence(g, y, memory.step), _evidence(g, y, memory.deviation)])
-    moved = fresh[:, 1] > 0
-    evidence = np.where(moved[:, None], settings.evidence_decay * memory.evidence + fresh, memory.evidence)
-    on_steps, on_deviations = np.divide(evidence[:, 0], evidence[:, 1], out=np.zeros(2), where=moved).tolist()
-    trust = memory.trust * settings.trust_growth**-on_steps
-    trust = float(np.clip(trust, settings.least_trust, settings.largest))
-    bend = dot(y, memory.step)  # <y, s>: positive where the loss was convex along the last step
-    fit = memory.normal, memory.right, memory.curvature
-    fit = fitted(*fit, memory.step, y, u, settings.decay) if bend > 0 else fit
     slopes = along(unit, m)
     hits, squares, factors = _calibration(slopes, g - y, m, error, memory, settings)
-    if bend > 0:
-        hessian = _hessian(unit, u, scale, fit[2], y, bend, lengths[PREVIOUS], settings)
+    ys = dot(y, memory.step)
+    fit = memory.normal, memory.right, memory.curvature
+    if ys > 0:  # the loss was convex along the last step
+        fit = fitted(*fit, memory.step, y, u, settings.decay)
+        hessian = _hessian(unit, u, scale, fit[2], y, ys, lengths[PREVIOUS], settings)
         x = _model_minimum(hessian, slopes * factors, lengths, settings)
     else:
         x = lengths * (np.arange(len(unit)) == MEAN)  # no convex model: FedAvg's step
-    length = settings.decay * memory.length + (1 - settings.decay) * lengths[MEAN]
-    reference = max(lengths[MEAN], length)
-    limit = min(settings.reach * trust * reference, max(settings.stretch * lengths[PREVIOUS], lengths[MEAN]))
-    anchor, most = memory.anchor, np.inf
-    if moved[1]:
-        anchor = float(np.clip(anchor * settings.growth**-on_deviations, settings.floor / 2, settings.largest))
-    elif anchor:  # nothing is known of deviations yet
-        straightness = (
-            settings.secant * max(0.0, bend) / (norm(y) * lengths[PREVIOUS])
-        )  # 1 where y is along s: a parabola
-        ahead = min(straightness * _steps_ahead(on_steps), settings.stretch)
-        most, anchor = max(settings.trial * settings.growth**-on_steps, ahead) * lengths[MEAN], max(anchor, ahead)
-    most = min(most, anchor * (reference if anchor > settings.near else lengths[MEAN]))
-    deviation = shortened(shortened(combined(x, unit), limit) - d, most)
-    if norm(deviation) <= ROUNDING * reference:
+
+    limits = limits_of(g, y, lengths[MEAN], lengths[PREVIOUS], memory, settings)
+    deviation = shortened(shortened(combined(x, unit), limits.step) - d, limits.deviation)
+    if norm(deviation) <= ROUNDING * limits.reference:
         deviation = np.zeros_like(d)  # rounding errors are no evidence for the anchor
-    contradicting = memory.contradicting + sums.contradicting
-    model = (unit, slopes, hits, squares, *fit)
-    after = Memory(m, error, v, d + deviation, deviation, *model, length, trust, anchor, contradicting, evidence)
-    info = {"trust": trust, "anchor": anchor, "mean": dot(after.step, unit[MEAN]) / lengths[MEAN], "convex": bend > 0}
-    return after.step, after, info
+    after = Memory(
+        gradient=m,
+        error=error,
+        square=v,
+        step=d + deviation,
+        deviation=deviation,
+        directions=unit,
+        slopes=slopes,
+        hits=hits,
+        squares=squares,
+        normal=fit[0],
+        right=fit[1],
+        curvature=fit[2],
+        length=limits.length,
+        trust=limits.trust,
+        anchor=limits.anchor,
+        contradicting=memory.contradicting + sums.contradicting,
+        evidence=limits.evidence,
+    )
+    mean = dot(after.step, unit[MEAN]) / lengths[MEAN]
+    return after.step, after, {"trust": limits.trust, "anchor": limits.anchor, "mean": mean, "convex": ys > 0}
 
 
 def _first_step(sums: Sums, settings: MemorySettings, population: float) -> tuple[FloatArray, Memory, dict[str, Any]]:
@@ -192,34 +192,13 @@ def _gradient_estimate(
     return m, (1 - gain) ** 2 * drift + gain**2 * noise
 
 
-def _evidence(g: FloatArray, y: FloatArray, move: FloatArray) -> FloatArray:
-    """Return (2,) the evidence of fresh gradients on the last ``move``, and its weight: 1, or 0 for a move of zero.
-
-    With slopes σ₁ = <ḡ, move> after the move and σ₀ = σ₁ - <ȳ, move> before it, it is e = σ₁ / (|σ₁| + |σ₀|): negative where
-    the loss still falls along the move, positive where the move went too far, above 1/2 where the loss rose.
-    """
-    if not move.any():
-        return np.zeros(2)
-    after = dot(g, move)
-    before = after - dot(y, move)
-    return np.array([after / (abs(after) + abs(before) + TINY), 1.0])
-
-
-def _steps_ahead(evidence: float) -> float:
-    """Return how many lengths of a move ahead the slopes at its ends say the minimum is: σ₁ / (σ₀ - σ₁) = -e / (1 + 2e).
-
-    Zero where the move went too far, and where the slope is as steep as before or steeper: then there is no minimum ahead.
-    """
-    return -evidence / (1 + 2 * evidence) if -0.5 < evidence < 0 else 0.0
-
-
 def _hessian(
     unit: FloatArray,
     u: FloatArray,
     scale: FloatArray,
     k: FloatArray,
     y: FloatArray,
-    bend: float,
+    ys: float,
     length: float,
     settings: MemorySettings,
 ) -> FloatArray:
@@ -230,10 +209,10 @@ def _hessian(
     """
     h = k[0] * gram(unit, unit) + k[1] * gram((row * u for row in unit), unit)
     h = with_secant(h, along(unit, y) / length, PREVIOUS, settings.damping)
-    h[GRADIENT, GRADIENT] = max(h[GRADIENT, GRADIENT], dot(y, y) / bend)
+    h[GRADIENT, GRADIENT] = max(h[GRADIENT, GRADIENT], dot(y, y) / ys)
     if len(unit) > SCALED_GRADIENT:
         q = unit[SCALED_GRADIENT]
-        least = dot(y * scale, y) / bend * dot(q / scale, q)
+        least = dot(y * scale, y) / ys * dot(q / scale, q)
         h[SCALED_GRADIENT, SCALED_GRADIENT] = max(h[SCALED_GRADIENT, SCALED_GRADIENT], least)
     return np.asarray(h)
 
