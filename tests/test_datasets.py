@@ -720,13 +720,14 @@ def test_a_truncated_npz_is_named(tmp_path):
 
 
 def test_a_missing_data_directory_is_named_with_each_path_searched(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv(files.VARIABLE, "/nope")
+    monkeypatch.setenv(files.VARIABLE, "missing")
     with pytest.raises(FedcontextError) as error:
         load("femnist")
-    for path in ("/nope", str(tmp_path / "fedcontext")):
+    for path in ("missing", str(tmp_path / "fedcontext")):
         assert f"{path}/femnist_leaf_writers.npz, {path}/femnist.npz" in str(error.value)
-    assert "FEDCONTEXT_DATA=/nope is not a directory" in str(error.value)
+    assert "FEDCONTEXT_DATA=missing is not a directory" in str(error.value)
     assert "fedcontext data fetch femnist" in str(error.value)
 
 
