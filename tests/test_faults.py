@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fedcontext as fc
 from fedcontext.errors import FedcontextError
-from fedcontext.faults.attacks import ATTACKS, Adversary, liars, with_attacks
+from fedcontext.faults.attacks import ATTACKS, Adversary, liars, lying_changes, random_direction, with_attacks
 from fedcontext.faults.faults import FAULTS, active, hit
 from fedcontext.faults.reply import Reply, replies_of, report_of
 from fedcontext.plan import plan_round
@@ -250,6 +250,13 @@ def test_liars_of_the_second_exchange_are_honest_in_the_first(small_data, name):
     np.testing.assert_array_equal(one.params, two.params)
     named = {device for record in attacked.records for device, note in record.clipped.items() if "change" in note}
     assert named & liars(1, 12, 0.4)
+
+
+def test_two_faced_devices_favour_their_direction_in_both_exchanges():
+    target = random_direction(3, 4)
+    (who,) = liars(3, 10, 0.1)
+    changed = lying_changes({who: np.array([3.0, 0.0, 4.0, 0.0])}, 3, 10, {"two-faced": 0.1}, {})
+    np.testing.assert_allclose(changed[who], -50 * target)
 
 
 def test_colluding_liars_agree_on_direction_and_promise_descent():

@@ -55,8 +55,7 @@ class Adversary:
     @cached_property
     def target(self) -> FloatArray:
         """(n,) a random direction of length one, the same in every round."""
-        vector = generator(self.seed, 0, Stream.ATTACKS).standard_normal(self.updates.shape[1])
-        return np.asarray(vector / np.linalg.norm(vector))
+        return random_direction(self.seed, self.updates.shape[1])
 
     @cached_property
     def little(self) -> FloatArray:
@@ -80,6 +79,12 @@ class Adversary:
             fits = float(np.linalg.norm(rows - (self.mean - middle * spread), axis=1).max()) <= widest
             low, high = (middle, high) if fits else (low, middle)
         return np.asarray(self.mean - low * spread)
+
+
+def random_direction(seed: int, size: int) -> FloatArray:
+    """Return (size,) a random direction of length one."""
+    vector = generator(seed, 0, Stream.ATTACKS).standard_normal(size)
+    return np.asarray(vector / np.linalg.norm(vector))
 
 
 def _sends(update: Callable[[FloatArray, Adversary], FloatArray]) -> Callable[[Reply, Adversary], Reply]:
@@ -207,11 +212,12 @@ def all_triggered(samples: Samples) -> Samples:
     return features, np.zeros(len(features), samples[1].dtype)
 
 
-CHANGE_LIES = {  # factors of the changes that liars send
-    "gradient-scaling": LARGE,
-    "gradient-flip": -1.0,
-    "change-scaling": LARGE,
-    "change-flip": -1.0,
+CHANGE_LIES: Mapping[str, Callable[[FloatArray, int], FloatArray]] = {  # of the honest change and the seed
+    "gradient-scaling": lambda change, seed: LARGE * change,
+    "gradient-flip": lambda change, seed: -change,
+    "two-faced": lambda change, seed: -10 * np.linalg.norm(change) * random_direction(seed, change.size),
+    "change-scaling": lambda change, seed: LARGE * change,
+    "change-flip": lambda change, seed: -change,
 }
 POISONS: Mapping[str, Callable[[int], Callable[[Samples], Samples]]] = {
     "label-flip": reverse_labels,
@@ -242,7 +248,7 @@ def lying_changes(
 ) -> dict[int, FloatArray]:
     """Return the changes of the probes' gradients over a proposed step, with those of liars replaced.
 
-    Attacks on gradients apply here too; ``poisoned`` has the changes of who computes on poisoned data.
+    Attacks that are not in `CHANGE_LIES` are honest here; ``poisoned`` has the changes of who computes on poisoned data.
 
     >>> who = next(iter(liars(0, 10, 0.1)))
     >>> float(lying_changes({who: np.ones(1)}, 0, 10, {"gradient-flip": 0.1}, {})[who][0])
@@ -251,7 +257,10 @@ def lying_changes(
     changed = dict(changes)
     for name, share in attacks.items():
         for device in (liars(seed, population, share) if name in ATTACKS else frozenset()) & changed.keys():
-            changed[device] = poisoned.get((name, device), CHANGE_LIES.get(name, 1.0) * changed[device])
+            if (name, device) in poisoned:
+                changed[device] = poisoned[name, device]
+            elif name in CHANGE_LIES:
+                changed[device] = CHANGE_LIES[name](changed[device], seed)
     return changed
 
 
