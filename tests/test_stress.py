@@ -18,7 +18,7 @@ from fedcontext.faults.attacks import ATTACKS
 from fedcontext.faults.faults import FAULTS
 from fedcontext.leaderboard.board import no_progress
 from fedcontext.stress.cases import BARE, CONDITIONS, HONEST, METHODS, SHARES, TASKS, experiment, last_disturbed, select
-from fedcontext.stress.cells import merge, read_results, stress
+from fedcontext.stress.cells import merge, read_results, stress, write_results
 from fedcontext.stress.document import document, publish, summary_rows
 
 WITHOUT_GRADIENTS = ("mean", "by samples", "FedAdam", "Krum", "median", "FLTrust")
@@ -151,11 +151,26 @@ def test_methods_that_are_run_again_replace_their_own_cells_alone(results, tmp_p
     assert merge(unknown, later).cells == both.cells
 
 
-def test_settings_of_every_task_survive_the_file(results, tmp_path):
+def test_settings_of_every_task_survive_the_file(tmp_path):
     for task in TASKS:
         made = stress(tmp_path, tasks=[task], methods=[], conditions=[], seeds=[0])
-        assert made.settings == json.loads(json.dumps(made.settings))
+        write_results(made, tmp_path / "results.json")
+        assert read_results(tmp_path / "results.json") == made
         assert "device" not in made.settings[task.name]
+
+
+def test_cells_of_other_seeds_and_of_tasks_that_are_gone_do_not_stay(results, tmp_path):
+    made, _ = results
+    (rounds,), (settings,) = made.rounds.values(), made.settings.values()
+    gone = replace(
+        made,
+        cells=[*made.cells, *(replace(cell, task="gone") for cell in made.cells)],
+        rounds={"gone": rounds, **made.rounds},
+        settings={"gone": settings, **made.settings},
+        commands={"gone": ["fedcontext stress 0"], **made.commands},
+    )
+    assert merge(gone, made) == made
+    assert merge(replace(gone, seeds=[0, 1]), made) == made
 
 
 def test_methods_of_different_tasks_share_a_page(results, tmp_path):

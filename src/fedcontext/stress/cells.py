@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from fedcontext.stress.cases import (
     last_disturbed,
 )
 
+T = TypeVar("T")
 CLOSE = 0.02  # a run has recovered when its accuracy is this close to that of the run without faults
 
 
@@ -159,22 +161,23 @@ def read_results(path: Path) -> Results:
         return Results(**{**content, "cells": [Cell(**cell) for cell in content["cells"]]})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise FedcontextError(
-            f"{path}: no results of a stress test ({error!s:.200}); run `fedcontext stress`"
+            f"{path}: no results of a stress test, or of another version ({error!s:.200}); move the file away, then run "
+            "`fedcontext stress`, which reuses finished runs"
         ) from None
 
 
 def merge(before: Results | None, after: Results) -> Results:
     """Return the results with the cells of ``after`` in place of the same ones in ``before``, in the order of the page.
 
-    No cell of ``before`` is kept whose task has other settings or seeds now, or whose method or condition is gone.
+    No cell of ``before`` is kept whose task has other settings now, or whose task, method or condition is gone; none at all
+    if the seeds differ.
     """
-    if before is None:
+    if before is None or before.seeds != after.seeds:
         return after
     changed = {
         task
         for task in after.rounds
-        if (before.rounds.get(task), before.settings.get(task), before.seeds)
-        != (after.rounds[task], after.settings.get(task), after.seeds)
+        if (before.rounds.get(task), before.settings.get(task)) != (after.rounds[task], after.settings.get(task))
     }
     new = {cell.key for cell in after.cells}
     known = {(task.name, name, each.name, each.share) for task in TASKS for name in METHODS for each in CONDITIONS}
@@ -184,14 +187,18 @@ def merge(before: Results | None, after: Results) -> Results:
     def position(cell: Cell) -> tuple[int, int, int]:
         return tasks.index(cell.task), methods.index(cell.method), names.index((cell.condition, cell.share))
 
-    rest = {cell.task for cell in kept}
-    commands = {**before.commands, **after.commands}
-    for task in rest & after.commands.keys():
+    stays = {cell.task for cell in kept}
+    commands = {**_of(stays, before.commands), **after.commands}
+    for task in stays & after.commands.keys():
         commands[task] = list(dict.fromkeys([*before.commands.get(task, []), *after.commands[task]]))
     return replace(
         after,
         cells=sorted([*kept, *after.cells], key=position),
-        rounds={**before.rounds, **after.rounds},
-        settings={**before.settings, **after.settings},
+        rounds={**_of(stays, before.rounds), **after.rounds},
+        settings={**_of(stays, before.settings), **after.settings},
         commands=commands,
     )
+
+
+def _of(tasks: Collection[str], values: Mapping[str, T]) -> dict[str, T]:
+    return {task: value for task, value in values.items() if task in tasks}
