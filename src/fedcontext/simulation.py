@@ -23,7 +23,7 @@ from fedcontext.faults.reply import device_of
 from fedcontext.fleet import NO_REPLIES, Fleet, Replies, replies, second_replies
 from fedcontext.measurement.defences import NoneUsable
 from fedcontext.measurement.geometry import Name, Report
-from fedcontext.measurement.screening import joined
+from fedcontext.measurement.screening import CHANGE, joined
 from fedcontext.measurement.sums import flat, unflat
 from fedcontext.oracle import oracle_aggregation
 from fedcontext.plan import IntArray, RoundPlan, plan_round, second_probes
@@ -134,8 +134,7 @@ class Simulation:
         """Return who replies in time; devices receive the params and, for some control variates, the server's state."""
         variates, needs = self.algorithm.variates, self.algorithm.rule.needs
         sent = state.variates["server"].values() if variates and variates.sends_state and state.variates else ()
-        model_bytes = sum(leaf.nbytes for leaf in leaves(state.params).values())
-        size = sum(size_of(leaf) for leaf in self._trained(state.params).values())
+        size, model_bytes = self._sizes(state.params)
         return replies(
             self.fleet,
             plan,
@@ -195,15 +194,14 @@ class Simulation:
         self, state: State, result: Aggregation, received: Replies, number: int
     ) -> tuple[Aggregation, Replies]:
         """Return the aggregation with its step corrected by probes that it used, and the replies with their costs."""
-        trained = self._trained(state.params)
         devices = np.array(second_probes(self.experiment.seed, number, {device_of(name) for name in result.probes}))
-        model_bytes = sum(leaf.nbytes for leaf in leaves(state.params).values())
-        cost = self.coding.change_cost(sum(map(size_of, trained.values())), model_bytes)
+        size, model_bytes = self._sizes(state.params)
+        cost = self.coding.change_cost(size, model_bytes)
         samples, deadline = self.data.train.sizes, self.experiment.deadline or None
         in_time, received = second_replies(self.fleet, received, devices, samples, model_bytes, cost, deadline)
         changes = self._changes(state, result.params, number, devices[in_time])
         result = correct(result, changes, rule=self.algorithm.rule)
-        late = {int(device): "gradient change: missed the deadline" for device in devices[~in_time]}
+        late = {int(device): f"{CHANGE}: missed the deadline" for device in devices[~in_time]}
         return replace(result, screened=result.screened.with_notes(late)), received
 
     def _changes(self, state: State, proposed: Structure, number: int, devices: IntArray) -> dict[int, Structure]:
@@ -236,6 +234,11 @@ class Simulation:
         else:
             after = replace(state, params=result.params)
         return replace(after, rule=result.state, previous=state.params if keeps else None)
+
+    def _sizes(self, params: Structure) -> tuple[int, int]:
+        """Return the number of trained parameters, and the bytes of all params."""
+        trained, everything = self._trained(params).values(), leaves(params).values()
+        return sum(map(size_of, trained)), sum(leaf.nbytes for leaf in everything)
 
     def _trained(self, structure: Structure) -> Leaves:
         return trained_leaves(structure, self.engine.buffers)

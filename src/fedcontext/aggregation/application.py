@@ -134,8 +134,6 @@ def apply_step(rule: SumRule | CoordinateRule, inputs: Inputs) -> Aggregation:
         vector, state, info = checked_step(returned, sums.size, f"rule '{rule.name}': step")
         motion = motion_of_sums(sums, vector)
     step = {name: [leaf] for name, leaf in unflat(vector, inputs.leaves, measured).items()}
-    report = inputs.report
-    before = Before(inputs.params, measured, inputs.defences, report.population, report.distortions[1])
     by_leaf = {**dict.fromkeys(measured, np.ones(1)), **dict.fromkeys(inputs.averaged, screened.averages)}
     return inputs.aggregation(
         {**step, **_rows(inputs.averaged, vectors.updates, screened.devices)},
@@ -148,8 +146,14 @@ def apply_step(rule: SumRule | CoordinateRule, inputs: Inputs) -> Aggregation:
         screened=screened,
         info=info,
         motion=motion,
-        before=before if corrects(rule) else None,
+        before=_before(inputs) if corrects(rule) else None,
     )
+
+
+def _before(inputs: Inputs) -> Before:
+    """Return what a correction of the step needs."""
+    report = inputs.report
+    return Before(inputs.params, inputs.measured, inputs.defences, report.population, report.distortions[1])
 
 
 def _rows(names: Iterable[str], updates: Sequence[Leaves], kept: BoolArray) -> Rows:

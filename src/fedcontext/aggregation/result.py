@@ -64,7 +64,7 @@ class Aggregation:
     @property
     def probes(self) -> list[Name]:
         """The probes whose gradients were used."""
-        return list(self.screened.probing)
+        return list(self.screened.probe_names)
 
     @property
     def clipped(self) -> dict[Name, str]:

@@ -16,6 +16,7 @@ from fedcontext.errors import FedcontextError
 from fedcontext.flower.exclusion import Outcome, by_reason, defect, without_updates
 from fedcontext.flower.messages import Round, Task, message_for, parse_replies
 from fedcontext.flower.protocol import Arrays, array_bytes
+from fedcontext.measurement.screening import CHANGE
 from fedcontext.plan import Stream, second_probes
 from fedcontext.rules.base import AnyRule
 
@@ -47,7 +48,7 @@ def corrected(
     for line in by_reason(unusable):
         log.warning("\t> Not in the correction: %s", line)
     aggregation = _corrected(outcome.aggregation, changes, outcome.rule)
-    notes = {device: f"gradient change: {why}" for device, why in unusable.items()}
+    notes = {device: f"{CHANGE}: {why}" for device, why in unusable.items()}
     aggregation = replace(aggregation, screened=aggregation.screened.with_notes(notes))
     return replace(
         outcome,

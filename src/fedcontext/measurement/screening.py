@@ -19,6 +19,7 @@ from fedcontext.measurement.last_step import AlongLastStep, concave, contradicti
 
 FEWEST = 3  # vectors that are not zero among which one can be an outlier
 NEGLIGIBLE = 1e-3  # a vector of a smaller share of the median length is named: it looks wrong
+CHANGE = "gradient change"  # as notes on the second exchange begin
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Screened:
     excluded: dict[Name, str]
     clipped: dict[Name, str]
     contradicting: int = 0  # probes left out because they contradict the others along the last step
-    probing: Sequence[Name] = ()  # the probes whose gradients are used
+    probe_names: Sequence[Name] = ()  # of the probes whose gradients are used
     median_gradient: float = 0.0  # the lower median of the gradients' norms
 
     @property
@@ -172,20 +173,20 @@ def screen(
     if excluded:
         groups = sent = [group.without(excluded) for group in groups]
     updates, gradients, differences, own, others = groups
-    devices, probing = vectors.names.devices, vectors.names.probes
+    devices, asked = vectors.names.devices, vectors.names.probes
     kept = _used(updates.names, excluded, len(update_norms))
-    probes = _used(probing, excluded, len(vectors.probes))
-    unused = contradicting(probing, along, gradients.norms, differences.norms, probes, defences)
+    probes = _used(asked, excluded, len(vectors.probes))
+    unused = contradicting(asked, along, gradients.norms, differences.norms, probes, defences)
     samples, weights = np.where(kept[: len(devices)], vectors.samples, 0), vectors.probe_weights
     weights = None if weights is None else np.where(probes, weights, 0)
     most, named_from = defences.max_samples, defences.max_samples if weighs else defences.outlier or np.inf
     notes = [note for group in sent for note in group.clipped.items()] + list(unused.items())
-    notes += _caps(devices, samples, most, named_from) + _caps(probing, weights, most, most)
+    notes += _caps(devices, samples, most, named_from) + _caps(asked, weights, most, most)
     left_out = {**excluded, **unused}
     return Screened(
         names=devices,
         kept=kept,
-        probes=_used(probing, left_out, len(probes)),
+        probes=_used(asked, left_out, len(probes)),
         updates=_padded(updates.factors, len(update_norms)),
         gradients=_padded(gradients.factors, len(vectors.probes)),
         differences=differences.factors,
@@ -197,7 +198,7 @@ def screen(
         excluded=excluded,
         clipped=joined(notes),
         contradicting=len(unused),
-        probing=[name for name in probing if name not in left_out],
+        probe_names=[name for name in asked if name not in left_out],
         median_gradient=lower_median(gradients.norms),
     )
 
@@ -217,21 +218,22 @@ def screen_changes(
     are clipped relative to the ``median`` norm of the round's gradients; or to their own, where that is larger: then the
     proposed step went too far, which most of them say.
     """
-    sent = SentVectors("gradient change", names, rows, measured, norms_of(rows, measured), 0, 0)
+    sent = SentVectors(CHANGE, names, rows, measured, norms_of(rows, measured), 0, 0)
     notes = {name: f"{why}, not used" for name, why in sent.unusable.items()}
     used = _used(names, notes, len(rows))
     norms = np.where(used, sent.norms, 0)
     against = concave(names, np.where(used, along, 0), norms, used, defences.max_concavity) if used.any() else {}
     for name, multiple in against.items():
-        notes[name] = f"gradient change: not used, it has {multiple:.3g} times the median cosine with the proposed step"
+        notes[name] = f"{CHANGE}: not used, it has {multiple:.3g} times the median cosine with the proposed step"
     used = _used(names, notes, len(rows))
-    median = max(median, lower_median(norms[used])) if used.any() else median
+    own = lower_median(norms[used]) if used.any() else 0.0
+    of, median = ("changes", own) if own > median else ("gradients", median)
     longest = defences.max_gradient * median
     longer = (norms > longest) & (longest > 0)
     factors = np.divide(longest, norms, out=np.ones(len(norms)), where=longer)
     for row in np.flatnonzero(longer).tolist():
-        clipped = f"{norms[row] / median:.3g} times the median norm, clipped to {defences.max_gradient:g}"
-        notes.setdefault(names[row], f"gradient change: {clipped}")
+        length = f"{norms[row] / median:.3g} times the median norm of the {of}"
+        notes.setdefault(names[row], f"{CHANGE}: {length}, clipped to {defences.max_gradient:g}")
     return np.where(used, factors, 0), notes
 
 
