@@ -221,7 +221,7 @@ def test_a_client_asked_for_the_difference_alone_sends_no_gradient(request_: str
     content["config"] = ConfigRecord({REQUEST: request_})
     context = Context(1, 1, {"partition-id": 3}, RecordDict(), {})
     reply = APP(Message(content, 1, "query.gradient"), context).content
-    assert set(reply.array_records) == {DIFFERENCE} if request_ == DIFFERENCE else {GRADIENT, DIFFERENCE}
+    assert set(reply.array_records) == ({DIFFERENCE} if request_ == DIFFERENCE else {GRADIENT, DIFFERENCE})
     expected = gradient(now, context)[0]["w"] - gradient(START, context)[0]["w"]
     np.testing.assert_array_equal(arrays_of(reply[DIFFERENCE])["w"], expected)
     assert LEAVES not in reply
