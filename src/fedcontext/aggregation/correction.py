@@ -25,8 +25,8 @@ def correct(result: Aggregation, changes: Structures, *, rule: AnyRule) -> Aggre
     """Return the aggregation with a better step, from how the gradients of probes change over the proposed one.
 
     It takes a second, short exchange with the probes of the round: send them ``result.params``, and let each return its
-    gradient there minus its gradient at the params before. `contextual_memory` then needs over a quarter fewer rounds. A
-    correction is at most as long as the step itself; a result is corrected once. Where no change is usable, the result is
+    gradient there minus its gradient at the params before. `contextual_memory` then needs a sixth to a quarter fewer rounds.
+    A correction is at most as long as the step itself; a result is corrected once. Where no change is usable, the result is
     returned as it is.
 
     Population, buffers and defences are those of `aggregate`: changes are clipped like gradients, or relative to their own
