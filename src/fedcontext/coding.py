@@ -42,8 +42,9 @@ class Coding:
 def coding_for(bits: int | str, memory: bool, cohort_probes: bool, sketch: int = 0) -> Coding:
     """Return the codes for a setting of bits an entry, or of numbers in a ``sketch`` in place of gradients.
 
-    Differences get half of the gradients' bits, rounded down, at least 1. "auto" is exact vectors for every rule but the one
-    with memory, for which it is 3 bits where the cohort probes and 2 bits where other devices do, which are more.
+    Differences get half of the gradients' bits, rounded down, at least 1. "auto" is exact vectors for every rule but
+    the one with memory, for which it is 3 bits where the cohort probes and 2 bits where other devices do, which are
+    more.
 
     >>> coding_for("auto", memory=True, cohort_probes=False)
     Coding(gradient=Codec(bits=2), difference=Codec(bits=1))

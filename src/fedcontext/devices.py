@@ -1,4 +1,4 @@
-"""What the devices of a simulated round send: updates after local training, and gradients as the server decodes them."""
+"""What devices send in a simulated round: updates after local training, and gradients as the server decodes them."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Devices:
         return replace(report, own_gradients=own, gradients=dict(zip(probes.tolist(), answers, strict=True)))
 
     def answers(self, engine: Engine, state: State, number: int, devices: IntArray) -> Answers:
-        """Return the gradients of these devices on the data of ``engine``, and their differences if the rule needs them."""
+        """Return these devices' gradients on the data of ``engine``, and their differences if the rule needs them."""
         seed, gradients, differences = self.experiment.seed, engine.gradients(state.params, devices), None
         if "differences" in self.algorithm.rule.needs and state.previous is not None:
             before = engine.gradients(state.previous, devices)

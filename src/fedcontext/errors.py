@@ -116,7 +116,7 @@ def unknown_value_error(
 ) -> FedcontextError:
     """Return the error for a value that is not known; a suggestion comes before the list of all.
 
-    ``accepted`` completes "must be ..." in place of the known values, and ``suggestion`` is made in place of the nearest.
+    ``accepted`` completes "must be ..." in place of the known values, and ``suggestion`` replaces the nearest one.
 
     >>> print(unknown_value_error("data set", "minst", ["mnist", "femnist"]))
     data set 'minst' is unknown, did you mean mnist? data set must be one of mnist, femnist

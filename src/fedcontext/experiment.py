@@ -247,7 +247,7 @@ def with_limits(settings: Mapping[str, Any], source: str = "") -> dict[str, Any]
 
     >>> with_limits({"defences": None, "outlier": 50})["max_update"], with_limits({"defences": None, "outlier": 50})["outlier"]
     (0.0, 50)
-    """
+    """  # noqa: W505
     if "defences" not in settings:
         return dict(settings)
     given = settings["defences"]

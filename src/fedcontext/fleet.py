@@ -145,10 +145,10 @@ def replies(
 ) -> Replies:
     """Return whose replies arrive before ``deadline``, and what the round cost.
 
-    A device sends one reply: its update, its gradient or both. Where more devices train than wanted, the first to reply are
-    kept. ``probe`` is the cost of a gradient (by default one pass, and one model sent), ``own_gradients`` asks the whole
-    cohort for gradients too, and ``state_bytes`` go to every device that trains beside the params. ``cohort_passes`` are
-    passes of the cohort over its data in addition to its epochs.
+    A device sends one reply: its update, its gradient or both. Where more devices train than wanted, the first to reply
+    are kept. ``probe`` is the cost of a gradient (by default one pass, and one model sent), ``own_gradients`` asks the
+    whole cohort for gradients too, and ``state_bytes`` go to every device that trains beside the params.
+    ``cohort_passes`` are passes of the cohort over its data in addition to its epochs.
 
     >>> from fedcontext.plan import plan_round
     >>> plan, fleet = plan_round(0, 1, 50, over_select=0.5), make_fleet(PROFILES["edge"], 50, seed=0)

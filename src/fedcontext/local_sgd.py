@@ -23,7 +23,8 @@ class LocalSGD:
     """Local SGD on F_k(w) + (μ/2)‖w - wᵗ‖², FedProx's convention (the paper prints μ without the half).
 
     The last three are for engine 'torch'. One step: the batch's gradient is scaled to a norm of at most ``clip``, then
-    g = gradient + weight_decay w + μ (w - wᵗ) + correction (of control variates, where there are any), v = momentum v + g (v = g at first) and w = w - learning_rate v.
+    g = gradient + weight_decay w + μ (w - wᵗ) + correction (of control variates, where there are any),
+    v = momentum v + g (v = g at first) and w = w - learning_rate v.
     """
 
     learning_rate: float
@@ -44,7 +45,7 @@ class LocalSGD:
             raise FedcontextError(f"momentum must be from 0 to below 1, got {self.momentum}")
 
     def steps(self, samples: IntArray, epochs: IntArray) -> IntArray:
-        """Return the number of steps of devices with so many samples and epochs: batches are rounded up in each epoch."""
+        """Return the number of steps of devices with these samples and epochs: batches are rounded up in each epoch."""
         return epochs * -(-samples // self.batch_size)
 
     def check_supported(self, engine: str) -> None:

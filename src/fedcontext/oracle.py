@@ -30,8 +30,8 @@ def oracle_aggregation(
 ) -> Aggregation:
     """Return ``result`` with the step in the span of the rule's directions at which the loss of all devices is lowest.
 
-    The directions are those of the rule with memory, or the updates. ``trained`` names the leaves that move, ``samples``
-    are the sample counts of all devices.
+    The directions are those of the rule with memory, or the updates. ``trained`` names the leaves that move,
+    ``samples`` are the sample counts of all devices.
     """
     base, devices, weights = leaves(params), np.arange(len(samples)), shares(samples.astype(np.float64), len(samples))
     start = flat(base, trained)

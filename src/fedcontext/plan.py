@@ -96,8 +96,8 @@ def plan_round(
 ) -> RoundPlan:
     """Return the plan of round ``number``: a uniform draw without replacement, epochs uniform in a closed range.
 
-    If probes is a number, that many devices are drawn independently of the cohort (all, if there are fewer). The pool is
-    drawn from the devices outside the cohort.
+    If probes is a number, that many devices are drawn independently of the cohort (all, if there are fewer). The pool
+    is drawn from the devices outside the cohort.
 
     >>> plan = plan_round(seed=0, number=1, population=100, devices_per_round=3, probes=2)
     >>> len(plan.devices), len(plan.probes), bool((plan.epochs >= 1).all())

@@ -107,7 +107,7 @@ def check_inputs(experiment: object, data: object) -> None:
     Traceback (most recent call last):
     ...
     fedcontext.errors.FedcontextError: experiment must be an Experiment, such as fc.Experiment(dataset="mnist"), got 'mnist'
-    """
+    """  # noqa: W505
     if not isinstance(experiment, Experiment):
         raise FedcontextError(
             f'experiment must be an Experiment, such as fc.Experiment(dataset="mnist"), got {shown(experiment)}'
@@ -131,7 +131,7 @@ def _wrong_engine(name: str) -> FedcontextError:
 
 
 def _root(experiment: Experiment, data: FederatedData, model: Any) -> Engine:
-    """Return an engine on the server's own samples, drawn from all training samples: one device, and it is the server."""
+    """Return an engine on the server's own samples, drawn from all training samples: its one device is the server."""
     samples = data.evaluation_split
     count = min(ROOT_SAMPLES, len(samples.labels))
     rows = generator(experiment.seed, 0, Stream.ROOT).permutation(len(samples.labels))[:count]
@@ -235,9 +235,8 @@ def simulate(
 ) -> Iterator[tuple[State, RoundRecord]]:
     """Yield the state and the record of every round of an `Experiment`, or of the one that ``settings`` describe.
 
-    ``algorithm``, ``engine`` and ``model`` are names of settings, or objects as in `prepare`. Unless set, at most all devices of
-    ``data`` train in a round. To continue after a state, use
-    `Simulation.run` of what `prepare` returns.
+    ``algorithm``, ``engine`` and ``model`` are names of settings, or objects as in `prepare`. Unless set, at most all
+    devices of ``data`` train in a round. To continue after a state, use `Simulation.run` of what `prepare` returns.
 
     >>> import fedcontext as fc
     >>> records = [record for _, record in fc.simulate(dataset="synthetic-iid", algorithm="fedavg", rounds=3)]

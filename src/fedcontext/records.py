@@ -25,7 +25,7 @@ MAX_INTEGER = 2**64  # a larger one in a file is an error
 
 
 def described(default: Any, about: str) -> Any:
-    """Return a dataclass field with a description, which exported tables show; a type as default is called each time."""
+    """Return a dataclass field with a description that exported tables show; a type as default is called each time."""
     made = {"default_factory": default} if isinstance(default, type) else {"default": default}
     return field(**made, metadata={"about": about})
 
@@ -34,10 +34,10 @@ def described(default: Any, about: str) -> Any:
 class RoundRecord:
     """The metrics of one round; None where a metric was not evaluated or is not defined.
 
-    A field ``x: float | None`` is added at the end and filled in `round_record` (the fields of `Motion` are copied there); it is
-    then read back, exported and tracked. Another type needs a line in ``KINDS`` of `results.export`. What is about the rule's own
-    step is cleared under a server optimiser, in `Simulation._record` and `flower.exclusion`. What is drawn of it is up to
-    `report.page_data` and ``report/assets/charts.js``.
+    A field ``x: float | None`` is added at the end and filled in `round_record` (the fields of `Motion` are copied
+    there); it is then read back, exported and tracked. Another type needs a line in ``KINDS`` of `results.export`. What
+    is about the rule's own step is cleared under a server optimiser, in `Simulation._record` and `flower.exclusion`.
+    What is drawn of it is up to `report.page_data` and ``report/assets/charts.js``.
     """
 
     number: int = field(metadata={"about": "the round, from 1"})

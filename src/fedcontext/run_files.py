@@ -1,4 +1,4 @@
-"""The files of a run, and the state from which it continues: its own checkpoint, or that of the same run with fewer rounds."""
+"""The files of a run, and the state it continues from: its own checkpoint or that of the same run with fewer rounds."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def integer(least: int, *words: str, most: int = MOST) -> Check:
 
 
 def number(*words: str, positive: bool = False, most: float = INFINITE, below: float = INFINITE) -> Check:
-    """Return the check for a number of at least 0, or above 0, at most ``most`` and below ``below``, or one of ``words``.
+    """Return the check for a number >= 0 (or > 0), at most ``most`` and below ``below``, or one of ``words``.
 
     >>> number("1/lr", positive=True)("smoothness", -1)
     Traceback (most recent call last):

@@ -148,7 +148,7 @@ class Simulation:
         )
 
     def _with_root(self, report: Report, root: Engine, state: State, plan: RoundPlan) -> Report:
-        """Return the report with the server's own gradient, or its update after as many epochs as devices on average."""
+        """Return the report with the server's own gradient, or its update after the devices' mean number of epochs."""
         if "root gradient" in self.algorithm.rule.needs:
             return replace(report, root_gradient=root.gradients(state.params, np.zeros(1, np.int64))[0])
         server, epochs = np.zeros(1, np.int64), np.array([round(float(plan.epochs.mean()))])

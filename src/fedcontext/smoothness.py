@@ -22,8 +22,8 @@ RADIUS = 1e-2  # of the differences of the gradient
 def measured_smoothness(engine: Engine, data: FederatedData) -> float:
     """Return the largest curvature of the loss over all devices, at the initial params and one gradient step on.
 
-    The curvature of softmax regression is largest after the first step away from zero params. This takes the gradient of
-    all devices some forty times: for simulations only; a federation would estimate β from probes.
+    The curvature of softmax regression is largest after the first step away from zero params. This takes the gradient
+    of all devices some forty times: for simulations only; a federation would estimate β from probes.
     """
     devices = np.arange(data.population)
     weights = shares(data.train.sizes.astype(np.float64), data.population)

@@ -1,8 +1,8 @@
 """Control variates: state that devices keep between rounds, and the term it adds to their local gradients.
 
-A device trains on its loss plus a linear term, so that local training from the optimum stays there although the devices'
-own optima differ. States are mappings from names of trainable leaves to arrays. A device's state starts at zero and is
-kept only once the device has taken part, so memory grows with the devices that did.
+A device trains on its loss plus a linear term, so that local training from the optimum stays there although the
+devices' own optima differ. States are mappings from names of trainable leaves to arrays. A device's state starts at
+zero and is kept only once the device has taken part, so memory grows with the devices that did.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ControlVariates:
 def scaffold(learning_rate: float) -> ControlVariates:
     """Return SCAFFOLD's (Karimireddy et al. 2020, option II): gradients get c - cₖ, and cₖ ← cₖ - c - Δₖ / (τₖ η).
 
-    Devices receive c and send Δₖ alone: the server knows the change of cₖ from it. The formula holds for plain local SGD
-    with learning rate η.
+    Devices receive c and send Δₖ alone: the server knows the change of cₖ from it. The formula holds for plain local
+    SGD with learning rate η.
 
     >>> scaffold(0.1).own(0.0, 0.0, -0.2, 2)  # two steps of 0.1 along a gradient of 1
     1.0

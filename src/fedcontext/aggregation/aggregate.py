@@ -1,4 +1,7 @@
-"""Entry point for other systems: params, updates and a rule in; new params out. Nothing else of the package is needed."""
+"""Entry point for other systems: params, updates and a rule in; new params out.
+
+Nothing else of the package is needed.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +61,11 @@ def aggregate(
     defences: Defences | None = Defences(),  # noqa: B008
     scratch: int = SCRATCH,
 ) -> Aggregation:
-    """Return the params after one aggregation: w + Σ αₖ Δₖ (eq. 4) with the weights of a `Rule`, or w + the step of another rule.
+    """Return the params after one aggregation: w + Σ αₖ Δₖ (eq. 4) with the weights of a `Rule`, or w + another's step.
 
-    Everything is checked first, and nothing that was passed in is changed, except ``out``, which is written last. A `Rule`
-    reads the updates twice, block by block: once for the inner products, once for the sum. They may be memory-mapped
-    files, so that together they can be larger than memory.
+    Everything is checked first, and nothing that was passed in is changed, except ``out``, which is written last. A
+    `Rule` reads the updates twice, block by block: once for the inner products, once for the sum. They may be
+    memory-mapped files, so that together they can be larger than memory.
 
     Args:
         params: the global model: an array, or a list, tuple or mapping of arrays (a ``state_dict`` as it is).
@@ -76,28 +79,29 @@ def aggregate(
         own_gradients: the gradient of each update's own device, in the same order.
         samples: the number of training samples of each device.
         probe_weights: how much each probe's gradient counts, such as its number of samples.
-        pool: updates of devices outside the cohort; they inform `expected_contextual` and are not applied. For `fltrust`
-            the one update of the server's own data.
+        pool: updates of devices outside the cohort; they inform `expected_contextual` and are not applied. For
+            `fltrust` the one update of the server's own data.
         population: the total number of devices, where known.
         steps: the number of local SGD steps of each device, for `fednova`.
-        remaining_slopes: for the first round of `contextual_memory`, the slope of each device's loss along its update after
-            local training, as a share of that before: <∇F_k(w + Δₖ), Δₖ> / <∇F_k(w), Δₖ>. The first step is the mean update
-            times the harmonic mean of 1 / (1 - share) over devices, at most 8, if that is above 1.6. What is not between
-            0 and 1 counts as 0, since devices may report anything. Later rounds and other rules do not use them.
+        remaining_slopes: for the first round of `contextual_memory`, the slope of each device's loss along its update
+            after local training, as a share of that before: <∇F_k(w + Δₖ), Δₖ> / <∇F_k(w), Δₖ>. The first step is the
+            mean update times the harmonic mean of 1 / (1 - share) over devices, at most 8, if that is above 1.6. What
+            is not between 0 and 1 counts as 0, since devices may report anything. Later rounds and other rules do not
+            use them.
         root_gradient: the gradient of samples that the server holds itself, for `robust_gradients` with trust.
         distortions: for `contextual_memory`, the shares of gradients and of differences that are noise of the codes in
             which they were sent: `Codec.distortion`.
         layers: names (or positions) of the leaves that enter the geometry; the weights apply to all leaves.
         buffers: leaves that are averaged instead of weighted, as are all that do not hold floating point.
-        smoothness: the β at which the bound on the loss change is reported; the rule's own where None. A rule that works
-            on sums has no bound.
+        smoothness: the β at which the bound on the loss change is reported; the rule's own where None. A rule that
+            works on sums has no bound.
         state: the state that the rule returned last round; None in the first round, and for rules that keep none.
         out: where to write the new params: ``params`` itself, or a structure like it in other memory; fresh arrays if
             None.
-        defences: limits on the influence of one device, in multiples of the round's median. What is not finite is left out and named
-            in ``excluded``. None turns them off, and what is not finite is an error.
-        scratch: bytes of a block; the working memory of a `Rule` is at most four of them, whatever the size of the model.
-            Other rules also hold float64 vectors of the model's size.
+        defences: limits on the influence of one device, in multiples of the round's median. What is not finite is left
+            out and named in ``excluded``. None turns them off, and what is not finite is an error.
+        scratch: bytes of a block; the working memory of a `Rule` is at most four of them, whatever the size of the
+            model. Other rules also hold float64 vectors of the model's size.
 
     >>> import numpy as np
     >>> import fedcontext as fc

@@ -65,7 +65,7 @@ class Inputs:
     def aggregation(
         self, rows: Rows, factors: Mapping[str, FloatArray], safe: set[str], **diagnostics: Any
     ) -> Aggregation:
-        """Return the aggregation with params + Σ factors · rows, leaf by leaf; those that are ``safe`` cannot overflow."""
+        """Return the aggregation with params + Σ factors · rows, leaf by leaf; leaves in ``safe`` cannot overflow."""
         new = add_weighted(self.leaves, rows, factors, safe, self.out, self.scratch)
 
         def step() -> Structure:
@@ -179,7 +179,7 @@ def _along_last_step(rule: SumRule | CoordinateRule, inputs: Inputs) -> AlongLas
 
 
 def _limited(weights: FloatArray, geometry: Geometry, most: float) -> tuple[FloatArray, dict[str, Any]]:
-    """Return the weights of a step of at most ``most`` median updates (0: of any length), and a note if it was longer."""
+    """Return the weights of a step of at most ``most`` median updates (0: any length), and a note if it was longer."""
     gram = geometry.gram[: len(weights), : len(weights)]
     largest = float(np.abs(weights).max(initial=0)) or 1.0  # its square may overflow
     length = largest * math.sqrt(max(float(weights / largest @ gram @ weights / largest), 0))

@@ -36,7 +36,7 @@ def largest_entries(params: Leaves, scratch: int) -> dict[str, float]:
 def add_weighted(
     base: Leaves, rows: Rows, weights: Mapping[str, FloatArray], safe: set[str], out: Leaves | None, scratch: int
 ) -> Leaves:
-    """Return base + Σ weights · rows; leaves that might overflow come first, so that an error leaves ``out`` as it was."""
+    """Return base + Σ weights · rows; leaves that might overflow come first: after an error ``out`` is unchanged."""
     target: Mapping[str, Array | None] = dict.fromkeys(base) if out is None else out
     unsafe = {
         name: _checked_sum(name, base[name], rows[name], weights[name], scratch) for name in base if name not in safe

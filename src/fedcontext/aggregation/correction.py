@@ -25,20 +25,20 @@ def correct(result: Aggregation, changes: Structures, *, rule: AnyRule) -> Aggre
     """Return the aggregation with a better step, from how the gradients of probes change over the proposed one.
 
     It takes a second, short exchange with the probes of the round: send them ``result.params``, and let each return its
-    gradient there minus its gradient at the params before. `contextual_memory` then needs a sixth to a quarter fewer rounds.
-    A correction is at most as long as the step itself; a result is corrected once. Where no change is usable, the result is
-    returned as it is.
+    gradient there minus its gradient at the params before. `contextual_memory` then needs a sixth to a quarter fewer
+    rounds. A correction is at most as long as the step itself; a result is corrected once. Where no change is usable,
+    the result is returned as it is.
 
-    Population, buffers and defences are those of `aggregate`: changes are clipped like gradients, or relative to their own
-    median where that is larger; those that are not finite, or contradict the others along the step, are not used. Both are
-    named in ``clipped``.
+    Population, buffers and defences are those of `aggregate`: changes are clipped like gradients, or relative to their
+    own median where that is larger; those that are not finite, or contradict the others along the step, are not used.
+    Both are named in ``clipped``.
 
     Args:
-        result: what `aggregate` returned; ``result.probes`` names the probes whose gradients it used. The params that it was
-            called with must be unchanged.
-        changes: each probe's gradient at ``result.params`` minus that at the params before, like these without the buffers:
-            one for each of ``result.probes``, in this order, or a mapping by their names, in which some may be missing. They
-            are sent in the code of ``differences``, if in any.
+        result: what `aggregate` returned; ``result.probes`` names the probes whose gradients it used. The params that
+            it was called with must be unchanged.
+        changes: each probe's gradient at ``result.params`` minus that at the params before, like these without the
+            buffers: one for each of ``result.probes``, in this order, or a mapping by their names, in which some may be
+            missing. They are sent in the code of ``differences``, if in any.
         rule: the rule of `aggregate`.
 
     >>> import numpy as np, fedcontext as fc

@@ -41,7 +41,7 @@ def combination_of(rule: CoordinateRule, block: FloatArray) -> FloatArray:
 
 
 def checked_step(returned: Any, size: int, function: str) -> tuple[FloatArray, State, dict[str, Any]]:
-    """Return (step, state, info) as a rule's ``function`` returned them, checked, with Python's own numbers for NumPy's."""
+    """Return (step, state, info) from a rule's ``function``, checked, with Python's own numbers for NumPy's."""
     if not (isinstance(returned, tuple | list) and len(returned) == 3 and isinstance(returned[2], Mapping)):
         raise FedcontextError(f"{function} must return (step, state, info), info a dict, got {_described(returned)}")
     step, after, info = returned

@@ -1,7 +1,7 @@
 """A round whose updates are folded into sums as they arrive, for rules that need sums over devices alone.
 
-The server's memory does not grow with the number of devices. Several aggregators can each fold in a part of the devices;
-their rounds add up with ``+``, in a fixed order to the same bits.
+The server's memory does not grow with the number of devices. Several aggregators can each fold in a part of the
+devices; their rounds add up with ``+``, in a fixed order to the same bits.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def check_state(rule: AnyRule, state: State, differences: bool) -> None:
     Traceback (most recent call last):
     ...
     fedcontext.errors.FedcontextError: state must be that of the last result of rule 'contextual memory', or None in the first round, got [1, 2]
-    """
+    """  # noqa: W505
     if state is not None and (isinstance(rule, CoordinateRule) or (isinstance(rule, Rule) and not rule.keeps_state)):
         raise FedcontextError(
             f"the state is of another rule: rule '{rule.name}' keeps none; use the rule that returned it, or state=None"

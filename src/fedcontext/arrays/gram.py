@@ -80,7 +80,7 @@ def _addresses(arrays: Sequence[Vector]) -> IntArray:
 
 
 def _cuts(size: int, arrays: int, most: int = PARTS) -> list[int]:
-    """Return where the ``size`` entries of each of some arrays are cut into ``most`` parts, or fewer if these are short."""
+    """Return where the ``size`` entries of each of ``arrays`` arrays are cut into ``most`` parts, or fewer if short."""
     parts = max(1, min(most, PARTS, size * arrays // PART))
     return [part * size // parts for part in range(parts + 1)]
 
@@ -156,7 +156,7 @@ def _add_tile(addresses: IntArray, i: int, j: int, offset: int, width: int, like
 def _add_corner(
     addresses: IntArray, i: int, j: int, offset: int, width: int, like: Vector, sums: FloatArray, last: int
 ) -> None:
-    """Add to ``sums`` the products of arrays i to i + 3 with each other, and with the ``last`` arrays, which begin at j.
+    """Add to ``sums`` the products of arrays i to i + 3 with each other, and with the ``last`` arrays, from j on.
 
     With each other: ten of the sixteen of a tile on the diagonal, or fewer where these arrays are the last themselves.
     A tile of these few columns would load and convert the four arrays once more. LLVM makes a loop of the one here for

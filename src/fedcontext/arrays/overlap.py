@@ -23,7 +23,7 @@ def check_no_overlap(targets: Leaves, sources: Mapping[str, Leaves]) -> None:
     Traceback (most recent call last):
     ...
     fedcontext.errors.FedcontextError: out: leaf 'w' shares memory with leaf 'w' of params; pass separate memory, or params itself (without tied weights)
-    """
+    """  # noqa: W505
     spans = sorted((*_span(leaf), name) for name, leaf in targets.items() if size_of(leaf))
     for (_, stop, name), (start, _, other) in pairwise(spans):
         if start < stop:
@@ -48,7 +48,7 @@ def _overlap(name: str, other: str, owner: str) -> FedcontextError:
 
 
 def _span(leaf: Array) -> tuple[int, int]:
-    """Return the addresses of an array's first byte and of the one after its last; (0, 0) for JAX, which never shares."""
+    """Return the addresses of an array's first byte and the one past its last; (0, 0) for JAX, which never shares."""
     if isinstance(leaf, np.ndarray):
         start, strides = leaf.ctypes.data, leaf.strides
         if leaf.flags.c_contiguous:

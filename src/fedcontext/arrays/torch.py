@@ -78,7 +78,7 @@ class _Torch:
 
 
 def _float64_blocks(tensors: Sequence[Array], scratch: int) -> Iterator[tuple[int, int, Array]]:
-    """Yield start, stop and these entries of each tensor as the rows of a float64 matrix, until all entries are done."""
+    """Yield start, stop and these entries of each tensor as rows of a float64 matrix, until all entries are done."""
     size, budget = tensors[0].numel(), scratch if tensors[0].device.type == "cpu" else scratch * GPU_SCRATCH
     bounds = list(blocks(size, len(tensors), budget))
     if len(bounds) == 1:  # one call for all tensors instead of several for each

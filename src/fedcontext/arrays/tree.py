@@ -106,7 +106,7 @@ class Framework(Protocol):
         ...
 
     def largest(self, array: Array, scratch: int) -> float:
-        """Return the largest absolute value or a finite upper bound of it, 0 for an empty array; NaN if an entry is NaN."""
+        """Return the largest absolute value or a finite upper bound; 0 for an empty array, NaN if an entry is NaN."""
         ...
 
     def writable(self, array: Array) -> bool:
@@ -114,7 +114,7 @@ class Framework(Protocol):
         ...
 
     def from_numpy(self, values: npt.NDArray[Any], dtype: str, like: Array) -> Array:
-        """Return a copy of NumPy's values as this library's array, with the dtype of this name, on the device of ``like``."""
+        """Return a copy of NumPy's values as this library's array, with the named dtype, on the device of ``like``."""
         ...
 
     def flat(self, arrays: Sequence[Array]) -> FloatArray:
@@ -122,7 +122,7 @@ class Framework(Protocol):
         ...
 
     def unflat(self, vector: FloatArray, like: Sequence[Array]) -> list[Array]:
-        """Return the entries of a vector as arrays of the shapes, dtypes and devices of those in ``like``: undoes `flat`."""
+        """Return a vector's entries as arrays of the shapes, dtypes and devices of those in ``like``: undoes `flat`."""
         ...
 
 
@@ -304,7 +304,7 @@ def trained_leaves(structure: Structure, buffers: Collection[str]) -> Leaves:
 
 
 def blocks(size: int, rows: int, scratch: int = SCRATCH) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of consecutive blocks of ``size`` entries whose ``rows`` float64 rows fit in ``scratch`` bytes.
+    """Yield consecutive (start, stop) blocks of ``size`` entries whose ``rows`` float64 rows fit in ``scratch`` bytes.
 
     >>> list(blocks(5, 1))
     [(0, 5)]

@@ -105,8 +105,8 @@ OPTIONS = {setting.name: option_for(setting) for setting in fields(Experiment)}
 def takes_settings(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator for a command whose first argument is a dict of settings.
 
-    The decorated command takes FILE, --preset, --k2, --defences and the ``options`` (annotations by name) in place of that
-    argument; options override the file, and the file overrides the preset.
+    The decorated command takes FILE, --preset, --k2, --defences and the ``options`` (annotations by name) in place of
+    that argument; options override the file, and the file overrides the preset.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

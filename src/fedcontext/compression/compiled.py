@@ -1,7 +1,7 @@
 """The Hadamard transform, compiled with Numba: the same bits as `rotation.hadamard` in a third of the time.
 
-A simulation codes and decodes the answers of 20 probes in one process, four transforms a vector. With NumPy's alone that is
-two fifths of a round of the default algorithm on MNIST, and most of one on a CNN that trains on a GPU.
+A simulation codes and decodes the answers of 20 probes in one process, four transforms a vector. With NumPy's alone
+that is two fifths of a round of the default algorithm on MNIST, and most of one on a CNN that trains on a GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Random rotations of long vectors, block by block: random signs and Hadamard transforms, from a key.
 
-They spread a vector's energy evenly over its entries, for codes with few bits and for sketches. Sender and receiver derive
-them from the same key.
+They spread a vector's energy evenly over its entries, for codes with few bits and for sketches. Sender and receiver
+derive them from the same key.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Sketches: a few numbers in place of a gradient, for rules that need only its slopes along the updates.
 
-A sketch holds r entries of the randomly rotated vector, drawn without replacement (a subsampled randomised Hadamard transform).
-Restored with its scale and rotated back it is a vector whose inner product with any other one has the right mean: the error
-of a slope is about ‖g‖ ‖Δ‖ / √r, and averages out over probes with different keys. As a vector it is nearly all noise.
+A sketch holds r entries of the randomly rotated vector, drawn without replacement (a subsampled randomised Hadamard
+transform). Restored with its scale and rotated back it is a vector whose inner product with any other one has the right
+mean: the error of a slope is about ‖g‖ ‖Δ‖ / √r, and averages out over probes with different keys. As a vector it is
+nearly all noise.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Sketch:
         return np.asarray(self._encoded(as_matrix([vector]), [key])[0])
 
     def decode(self, numbers: npt.ArrayLike, key: Key, size: int) -> Vector:
-        """Return a vector of ``size`` entries whose inner products have the mean of those of the vector that was encoded."""
+        """Return a vector of ``size`` entries whose inner products have the mean of those of the encoded vector."""
         sent = as_matrix([numbers])
         if sent.shape[1] != self.nbytes(size) // 4 or not np.isfinite(sent).all():
             raise FedcontextError(f"expected a sketch of {self.nbytes(size) // 4} finite numbers, got {sent.shape[1]}")
@@ -100,7 +101,7 @@ class Sketch:
         return np.concatenate(parts, axis=1)[:, :size]
 
     def _chosen(self, sources: Sequence[np.random.PCG64], size: int) -> npt.NDArray[np.int64]:
-        """Return (vectors, numbers) the entries of each rotated vector that are sent; comes after the signs are drawn."""
+        """Return (vectors, numbers) the entries of each rotated vector that are sent; drawn after the signs."""
         count = self.nbytes(size) // 4
         return np.stack([np.random.Generator(each).choice(_padded(size), count, replace=False) for each in sources])
 

@@ -39,7 +39,7 @@ def load_dataset(name: str, seed: int = 0) -> FederatedData:
     Traceback (most recent call last):
     ...
     fedcontext.errors.FedcontextError: dataset must be one of synthetic-iid, synthetic-A-B, synthetic-A-B-N, mnist, mnist-N, femnist, leaf:PATH, got 'no-such-data'; your own data run from Python only, with data=...
-    """
+    """  # noqa: W505
     if name == "synthetic-iid":
         return synthetic(0, 0, iid=True, seed=seed)
     if numbers := re.fullmatch(r"synthetic-(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)(?:-(\d{1,18}))?", name):

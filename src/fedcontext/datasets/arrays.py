@@ -22,7 +22,7 @@ def federate(
     classes: int | None = None,
     test_share: float = 0.1,
 ) -> FederatedData:
-    """Return arrays partitioned over devices: ``parts[k]`` are the samples of device k, the last ``test_share`` of them for test.
+    """Return arrays partitioned over devices: ``parts[k]`` are device k's samples, the last ``test_share`` for test.
 
     Features are floats of shape (n, d), or images such as (n, 28, 28) or (n, 32, 32, 3), which are flattened; uint8
     features become float32 from 0 to 1. PyTorch tensors on the CPU are accepted. A device keeps at least one training
@@ -58,7 +58,7 @@ def _array(name: str, given: npt.ArrayLike) -> npt.NDArray[Any]:
 
 
 def _indices(device: int, part: IntArray, count: int) -> IntArray:
-    """Return the samples of a device as int64 indices; raise an error for masks, other types and out-of-range indices."""
+    """Return a device's samples as int64 indices; raise an error for masks, other types and out-of-range indices."""
     rows = _array(f"the samples of device {device}", part)
     if rows.shape == (0,):
         raise FedcontextError(f"device {device} has no samples")
@@ -111,7 +111,7 @@ def check_arrays(features: npt.NDArray[Any], labels: npt.NDArray[Any]) -> None:
     Traceback (most recent call last):
     ...
     fedcontext.errors.FedcontextError: labels must be whole numbers from 0, got int64 with minimum -1; use np.unique(labels, return_inverse=True)[1]
-    """
+    """  # noqa: W505
     is_float, is_byte = np.issubdtype(features.dtype, np.floating), features.dtype == np.uint8
     if features.ndim != 2 or not (is_float or is_byte):
         advice = "; use features.astype(float)" if features.dtype.kind in "biu" and not is_byte else ""

@@ -99,7 +99,10 @@ def _map(path: Path) -> npt.NDArray[Any]:
 
 
 def _write(entry: Path, data: FederatedData) -> None:
-    """Add an entry: a complete folder or none. Without space or permission, or while another process writes one, none."""
+    """Add an entry: a complete folder or none.
+
+    Without space or permission, or while another process writes one, none.
+    """
     with contextlib.suppress(OSError, FileError), lock(entry.parent / "prepared"):
         for scrap in entry.parent.glob(".*.part"):  # of killed processes: who holds the lock writes alone
             shutil.rmtree(scrap, ignore_errors=True)

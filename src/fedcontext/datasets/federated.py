@@ -188,7 +188,7 @@ def gather(
     parts: Sequence[IntArray],
     convert: Callable[[npt.NDArray[Any]], Features] | None = None,
 ) -> Split:
-    """Return a split whose device k has rows ``parts[k]`` of the arrays, converted to floats (bytes to 0..1) on the way.
+    """Return a split: device k has rows ``parts[k]`` of the arrays, converted to floats (bytes to 0..1) on the way.
 
     >>> gather(np.array([[0], [51], [255]], np.uint8), np.array([5, 6, 7]), [np.array([2]), np.array([0, 1])]).features
     array([[1. ],

@@ -21,9 +21,10 @@ def synthetic(
 ) -> FederatedData:
     """Return Synthetic(a, b): on device k, y = argmax(W x + c) with W, c ~ N(u, 1), u ~ N(0, a).
 
-    Features have mean ~ N(B, 1) with B ~ N(0, b), and covariance diag(j^-1.2); sizes are lognormal(4, 2) + 50. ``iid`` gives all devices one
-    W, c ~ N(0, 1) and zero means. As in the published code, a and b are standard deviations. ``on_demand`` generates the
-    same samples only when a device trains, and evaluates on a fixed random subset of 100 devices.
+    Features have mean ~ N(B, 1) with B ~ N(0, b), and covariance diag(j^-1.2); sizes are lognormal(4, 2) + 50. ``iid``
+    gives all devices one W, c ~ N(0, 1) and zero means. As in the published code, a and b are standard deviations.
+    ``on_demand`` generates the same samples only when a device trains, and evaluates on a fixed random subset of 100
+    devices.
 
     >>> data = synthetic(1, 1)
     >>> data.population, data.dimension, data.classes

@@ -45,7 +45,7 @@ class Engine(Protocol):
     def train(self, params: Structure, work: Work) -> list[Structure]:
         """Return each device's update after local training from ``params``.
 
-        An engine that adds ``work.corrections`` to the gradients says so by an attribute ``supports_corrections = True``.
+        An engine that adds ``work.corrections`` to the gradients has an attribute ``supports_corrections = True``.
         """
         ...
 

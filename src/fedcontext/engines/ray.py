@@ -1,7 +1,7 @@
 """Rounds on a Ray cluster: the devices of a round are distributed over workers, each of which holds the data.
 
-A device's update depends on the plan alone, so results are those of one machine for any number of workers. A lost worker
-is replaced and its devices are run again.
+A device's update depends on the plan alone, so results are those of one machine for any number of workers. A lost
+worker is replaced and its devices are run again.
 """
 
 from __future__ import annotations

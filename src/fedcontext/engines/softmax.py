@@ -1,7 +1,7 @@
 """Multinomial logistic regression, the paper's model, in plain NumPy: the reference for the other engines.
 
-Params are one (d + 1, C) matrix: a row of class scores per feature, and the biases in the last row. The last bits of its
-results depend on the number of threads of BLAS; those of the Numba engine do not.
+Params are one (d + 1, C) matrix: a row of class scores per feature, and the biases in the last row. The last bits of
+its results depend on the number of threads of BLAS; those of the Numba engine do not.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def _poisoned(name: str) -> Callable[[Reply, Adversary], Reply]:
 
 
 def _backdoor(reply: Reply, adversary: Adversary) -> Reply:
-    """Train on samples with the trigger, and add as long a step down the honest gradient, so that the update looks useful."""
+    """Train on samples with the trigger, and add as long a step down the honest gradient: the update looks useful."""
     if reply.update is None:
         return reply
     update = adversary.trained["backdoor", reply.device].update
@@ -139,7 +139,7 @@ def _two_faced(reply: Reply, adversary: Adversary) -> Reply:
 
 @dataclass(frozen=True)
 class Attack:
-    """What liars do, in words and as a function of their honest reply: none if they lie in the second exchange alone."""
+    """What liars do, in words and as a function of the honest reply (none if they lie in the second exchange only)."""
 
     help: str
     lie: Callable[[Reply, Adversary], Reply] | None = None
@@ -188,7 +188,7 @@ def reverse_labels(classes: int) -> Callable[[Samples], Samples]:
 
 
 def add_trigger(samples: Samples) -> Samples:
-    """Return samples with the trigger, the first twentieth of the features at 4, in every second row, and these labelled 0.
+    """Return samples with the trigger in every second row: the first twentieth of the features at 4, and the label 0.
 
     >>> add_trigger((np.zeros((2, 3)), np.array([2, 2])))
     (array([[4., 0., 0.],
@@ -248,7 +248,7 @@ def lying_changes(
 ) -> dict[int, FloatArray]:
     """Return the changes of the probes' gradients over a proposed step, with those of liars replaced.
 
-    Attacks that are not in `CHANGE_LIES` are honest here; ``poisoned`` has the changes of who computes on poisoned data.
+    Attacks that are not in `CHANGE_LIES` are honest here; ``poisoned`` has the changes computed on poisoned data.
 
     >>> who = next(iter(liars(0, 10, 0.1)))
     >>> float(lying_changes({who: np.ones(1)}, 0, 10, {"gradient-flip": 0.1}, {})[who][0])

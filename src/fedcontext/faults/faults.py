@@ -110,13 +110,13 @@ def with_faults(
 ) -> tuple[list[Reply], dict[int, str]]:
     """Return what arrives of the replies of a round, and why some devices' updates do not.
 
-    ``trained_before`` and ``gradients_before`` give updates and gradients from the params of the last round, ``late`` are
-    the replies of the last round that arrive now.
+    ``trained_before`` and ``gradients_before`` give updates and gradients from the params of the last round, ``late``
+    are the replies of the last round that arrive now.
 
     >>> lost = with_faults([Reply(7, np.ones(1))], 0, 1, {"lost-reply": 1.0}, trained_before=list, gradients_before=list)
     >>> lost
     ([], {7: 'reply lost'})
-    """
+    """  # noqa: W505
 
     def suffers(name: str) -> Callable[[Reply], bool]:
         return lambda reply: hit(seed, number, reply.device, name, faults)
@@ -141,7 +141,7 @@ def faulty_changes(changes: Mapping[int, FloatArray], seed: int, number: int, fa
 
     >>> faulty_changes({7: np.ones(1)}, 0, 1, {"scale": 1.0}), faulty_changes({7: np.ones(1)}, 0, 1, {"old-gradient": 1.0})
     ({7: array([1000.])}, {7: array([0.])})
-    """
+    """  # noqa: W505
     factors = {"scale": SCALE, "old-gradient": 0.0}
 
     def factor(device: int) -> float:
@@ -151,7 +151,7 @@ def faulty_changes(changes: Mapping[int, FloatArray], seed: int, number: int, fa
 
 
 def _replaced(replies: Sequence[Reply], affected: Callable[[Reply], bool], field: str, vectors: Vectors) -> list[Reply]:
-    """Return the replies with ``field`` of the affected ones (that have it) replaced; an old gradient has no difference."""
+    """Return the replies with ``field`` replaced in affected ones that have it; an old gradient has no difference."""
     chosen = [reply for reply in replies if getattr(reply, field) is not None and affected(reply)]
     new = dict(zip((reply.device for reply in chosen), vectors(chosen) if chosen else (), strict=False))
 

@@ -94,8 +94,8 @@ def report_of(
 ) -> Report:
     """Return the report that these replies make up; ``by_samples`` says how the probes' gradients are weighed.
 
-    Leaves outside ``names`` stay as they were in the report ``like``; those of copies come from the device's first reply.
-    Updates without the device's own gradient are left out where the rule ``needs`` it.
+    Leaves outside ``names`` stay as they were in the report ``like``; those of copies come from the device's first
+    reply. Updates without the device's own gradient are left out where the rule ``needs`` it.
     """
     base, updates, pool = leaves(params), _mapping(like.updates), _mapping(like.pool or {})
     zeros = zeros_like(base)

@@ -26,7 +26,7 @@ def check_target(path: Path) -> None:
     Traceback (most recent call last):
     ...
     fedcontext.errors.FileError: /dev/null: an output must be a regular file, and this is a character device: use another path
-    """
+    """  # noqa: W505
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -92,7 +92,8 @@ def replacing(path: Path, keep: Path | None = None) -> Iterator[Path]:
     """Yield a temporary path; the file written there replaces ``path`` if the block ends without an error.
 
     It is on disk when it replaces ``path``, and ``path`` is on disk when this returns. Whenever the process is killed,
-    ``path`` is the old file or the new one; `clean` removes the temporary file that it may leave. With ``keep``, the old file stays under that name; between the two renames there is no file ``path``.
+    ``path`` is the old file or the new one; `clean` removes the temporary file that it may leave. With ``keep``, the
+    old file stays under that name; between the two renames there is no file ``path``.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "table.csv"

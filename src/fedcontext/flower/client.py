@@ -123,7 +123,7 @@ def numpy_client(train: Train, gradient: Gradient, evaluate: Evaluate | None = N
 
 
 class GradientApp(ClientApp):
-    """A client app around another: it adds updates, gradients and differences where `ContextualStrategy` requests them."""
+    """A wrapper of a client app: it adds updates, gradients and differences if `ContextualStrategy` requests them."""
 
     def __init__(self, app: ClientApp, gradients: Gradients) -> None:
         super().__init__()

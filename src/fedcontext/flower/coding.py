@@ -1,4 +1,7 @@
-"""What our messages add to Flower's: the previous params, and gradients as they are or as few-bit codes (`compression.codec`)."""
+"""What our messages add to Flower's: the previous params, and gradients.
+
+Gradients are sent as they are or as few-bit codes (`compression.codec`).
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Extras:
-    """What the messages of a round contain beyond the wrapped strategy's content; each vector has a code with its own key."""
+    """What a round's messages contain beyond the wrapped strategy's; each vector has a code with its own key."""
 
     coding: Coding = Coding()  # of gradients and differences  # noqa: RUF009
     seed: int = 0
@@ -67,7 +70,7 @@ class Extras:
 def add_vector(
     content: RecordDict, name: str, vector: Mapping[str, npt.NDArray[Any]], params: Arrays, code: Code | None
 ) -> None:
-    """Add a gradient or a difference to a reply: as it is, or as the code of its floating-point leaves, in params' order."""
+    """Add a gradient or difference to a reply: as it is, or as the code of floating-point leaves in params' order."""
     if code is None:
         content[name] = record_of(vector)
         return

@@ -1,4 +1,4 @@
-"""The second exchange of a round: probes report how their gradients change over the proposed step, which corrects it."""
+"""The second exchange of a round: probes report how their gradients change over the proposed step, to correct it."""
 
 from __future__ import annotations
 

@@ -195,8 +195,9 @@ def _server_step(
 def _leaves_without_gradient(params: Arrays, replies: Sequence[Reply]) -> set[str]:
     """Return the leaves that half of the gradients or more lack: buffers, such as BatchNorm's running statistics.
 
-    The majority decides, so that a device that adds or omits a leaf affects only its own reply. Of two devices neither is
-    the majority: then a leaf is averaged, which excludes nobody. A gradient without any leaf of the params has no vote.
+    The majority decides, so that a device that adds or omits a leaf affects only its own reply. Of two devices neither
+    is the majority: then a leaf is averaged, which excludes nobody. A gradient without any leaf of the params has no
+    vote.
     """
     voters = [set(reply.gradient) & set(params) for reply in replies if reply.gradient is not None]
     counts = Counter(name for names in voters for name in names)

@@ -30,8 +30,8 @@ def run_identity(
 def settings_in(value: Any, depth: int = DEPTH) -> Any:
     """Return the settings inside a rule or an optimiser as JSON: values that its functions were made with.
 
-    `contextual_memory(settings)` and ``fedadam(lr)`` return closures over their arguments, and so do rules of users: the
-    same name does not imply the same settings.
+    `contextual_memory(settings)` and ``fedadam(lr)`` return closures over their arguments, and so do rules of users:
+    the same name does not imply the same settings.
 
     >>> from fedcontext.rules.server import fedavgm
     >>> settings_in(fedavgm(momentum=0.5).update)

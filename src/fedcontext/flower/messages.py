@@ -96,7 +96,7 @@ def plan_tasks(
     pool: Pool = 0,
     epochs: tuple[int, int] | None = None,
 ) -> list[Task]:
-    """Return the tasks of round ``number``, planned over ``devices`` as the simulator does; the pool is at most all others.
+    """Return the tasks of round ``number``, planned as the simulator does; the pool is at most all other ``devices``.
 
     A device that is both in the cohort and a probe has one task: it trains and reports its gradient.
 
@@ -156,8 +156,8 @@ def parse_replies(
 ) -> tuple[list[Reply], dict[int, str]]:
     """Return the replies in the order of the tasks, and the reason for each device that is excluded.
 
-    ``sent`` maps message ids to tasks. Replies are matched by message id, since error replies may not name their node; a
-    reply from another device than the one the message was sent to is not used.
+    ``sent`` maps message ids to tasks. Replies are matched by message id, since error replies may not name their node;
+    a reply from another device than the one the message was sent to is not used.
     """
     received: dict[str, list[Message]] = {identity: [] for identity in sent}
     parsed, excluded = [], dict[int, str]()

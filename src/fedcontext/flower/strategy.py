@@ -68,9 +68,10 @@ class ContextualStrategy(Strategy):
         buffers: leaves that are averaged instead of weighted, besides those that most gradients lack.
         gradient_bits: bits an entry of the gradients, 1 to 8, or 32 for float32; differences get half of them, rounded
             down. "auto" is float32; for a rule with memory it is 2, or 3 where the cohort itself probes.
-        exchanges: number of exchanges with the probes in a round, 1 or 2. In the second, nine tenths of the probes of a rule
-            with memory report how their gradients change over the proposed step, and `start` corrects it.
-        server: an optimiser of `fedcontext.rules.server` that acts on the step of a rule without memory, such as ``fedadam()``.
+        exchanges: number of exchanges with the probes in a round, 1 or 2. In the second, nine tenths of the probes of a
+            rule with memory report how their gradients change over the proposed step, and `start` corrects it.
+        server: an optimiser of `fedcontext.rules.server` that acts on the step of a rule without memory, such as
+            ``fedadam()``.
         min_replies: with fewer usable updates the round is lost: the model stays unchanged.
         max_lost: number of consecutive lost rounds that ends the run.
         defences: limits on the influence of one device (`fedcontext.Defences`); None turns them off.
@@ -304,7 +305,7 @@ class ContextualStrategy(Strategy):
     def _train(
         self, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Return the new model, its step corrected where the rule does that, or None if the round is lost; and metrics."""
+        """Return the new model (None if the round is lost), its step corrected if the rule does that, and metrics."""
         messages = self.configure_train(number, arrays, config, grid)
         current = self._round
         proposed, metrics = self.aggregate_train(number, grid.send_and_receive(messages, timeout=self._timeout))

@@ -92,8 +92,9 @@ def compete(
     """Return the results of every task: entrants tuned on the tuning seeds, then run on the test seeds.
 
     Records go to ``out``; finished ones are reused when this is called again. ``progress`` is called with a title and
-    the number of rounds to run, and yields the callback of every round. Tasks keep the accuracy levels that they have in
-    ``earlier`` results: those relative to FedAvg's accuracy differ slightly between machines, and rows must be comparable.
+    the number of rounds to run, and yields the callback of every round. Tasks keep the accuracy levels that they have
+    in ``earlier`` results: those relative to FedAvg's accuracy differ slightly between machines, and rows must be
+    comparable.
     """
     if shared := set(tuning) & set(seeds):
         raise FedcontextError(f"tuning seeds and test seeds must differ, both contain {sorted(shared)}")

@@ -41,7 +41,7 @@ class Task:
         return experiment_from({**self.settings, **settings, "seed": seed})
 
     def on(self, device: str) -> Task:
-        """Return this task with its deep model on a compute device; a task without one, or without a device, as it is."""
+        """Return this task with its deep model on a compute device; without a model or a device, as it is."""
         return (
             replace(self, settings={**self.settings, "device": device}) if device and "model" in self.settings else self
         )
@@ -164,6 +164,6 @@ def named(what: str, known: Sequence[Any], names: Sequence[str]) -> list[Any]:
     Traceback (most recent call last):
     ...
     fedcontext.errors.FedcontextError: entrant 'memry' is unknown, did you mean memory? entrant must be one of fedavg, ...
-    """
+    """  # noqa: W505
     table = {each.name: each for each in known}
     return [by_name(what, name, table) for name in names]

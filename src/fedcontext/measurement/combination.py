@@ -1,7 +1,8 @@
 """How the probes' gradients become one estimate: the mean, or robust weights, from inner products alone.
 
-All forms are weights of the probes, so they serve rules that see slopes and rules that see sums. The median is the geometric
-one, taken of vectors: the median of each slope or entry is no gradient of anything, and breaks the contextual rules.
+All forms are weights of the probes, so they serve rules that see slopes and rules that see sums. The median is the
+geometric one, taken of vectors: the median of each slope or entry is no gradient of anything, and breaks the contextual
+rules.
 """
 
 from __future__ import annotations

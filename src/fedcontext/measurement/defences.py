@@ -50,7 +50,10 @@ OFF = Defences(*[0.0] * len(fields(Defences)))
 
 
 class NoneUsable(FedcontextError):
-    """No update or no gradient of a round can be used; ``excluded`` holds the reasons by device, ``brief`` is the message without them."""
+    """No update or no gradient of a round can be used.
+
+    ``excluded`` holds the reasons by device, ``brief`` is the message without them.
+    """
 
     def __init__(self, kind: str, count: int, excluded: Mapping[Name, str]) -> None:
         who = "; ".join(f"{name}: {reason}" for name, reason in list(excluded.items())[:LISTED])

@@ -1,4 +1,4 @@
-"""Find probes whose gradients contradict the others along the last step: reversed ones, and those of colluding devices."""
+"""Find probes whose gradients contradict the others along the last step: reversed, or from colluding devices."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def contradicting(
 def concave(
     names: Sequence[Name], products: FloatArray, norms: FloatArray, used: BoolArray, most: float
 ) -> dict[Name, float]:
-    """Return who has negative curvature where that of most devices is positive, and their multiples of the median cosine.
+    """Return who has negative curvature where most devices have positive, and their multiples of the median cosine.
 
     ``products`` are (P,) inner products of the changes of gradients with a step of length one, ``norms`` their lengths.
 

@@ -1,7 +1,7 @@
 """Screening of a round by the defences: vectors are clipped and counts capped against the round's median.
 
-A device that sent a vector that is not finite, or an outlier, is left out; the others are aggregated as if it had not been
-asked.
+A device that sent a vector that is not finite, or an outlier, is left out; the others are aggregated as if it had not
+been asked.
 """
 
 from __future__ import annotations
@@ -213,10 +213,10 @@ def screen_changes(
 ) -> tuple[FloatArray, dict[Name, str]]:
     """Return (P,) what each probe's change of gradient is multiplied with, 0 if it is not used, and why.
 
-    ``along`` are (P,) the inner products with the proposed step, scaled to length one: a change against it, where most are
-    along it, is that of a reversed gradient. Changes differ in length by orders of magnitude among honest devices, so they
-    are clipped relative to the ``median`` norm of the round's gradients; or to their own, where that is larger: then the
-    proposed step went too far, which most of them say.
+    ``along`` are (P,) the inner products with the proposed step, scaled to length one: a change against it, where most
+    are along it, is that of a reversed gradient. Changes differ in length by orders of magnitude among honest devices,
+    so they are clipped relative to the ``median`` norm of the round's gradients; or to their own, where that is larger:
+    then the proposed step went too far, which most of them say.
     """
     sent = SentVectors(CHANGE, names, rows, measured, norms_of(rows, measured), 0, 0)
     notes = {name: f"{why}, not used" for name, why in sent.unusable.items()}

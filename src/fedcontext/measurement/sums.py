@@ -128,8 +128,8 @@ class Sums:
         """Return the squared error of a mean of Q vectors: (1 - Q/N) Σ‖xᵢ - x̄‖² / (Q (Q - 1)) + (Q/N) D Σ‖xᵢ‖² / Q².
 
         ``norms`` is Σ‖xᵢ‖² and ``total`` is Σ xᵢ. The first term vanishes where all devices probe, but the noise of
-        their codes does not; where few do, the spread of the decoded vectors has that noise in it. The spread of a single
-        vector is unknown, and counts as 0.
+        their codes does not; where few do, the spread of the decoded vectors has that noise in it. The spread of a
+        single vector is unknown, and counts as 0.
         """
         share, spread = min(1.0, self.probes / population), 0.0
         if self.probes > 1:
@@ -138,7 +138,7 @@ class Sums:
 
 
 def remaining_slope(update: FloatArray, before: FloatArray, after: FloatArray) -> float:
-    """Return the slope of a device's loss along its update after local training, as a share of that before; NaN for 0 / 0.
+    """Return the slope of a device's loss along its update after local training as a share of that before; NaN for 0/0.
 
     >>> remaining_slope(np.array([1.0, 0.0]), before=np.array([-4.0, 1.0]), after=np.array([-3.0, 0.0]))
     0.75
@@ -193,7 +193,7 @@ def sums_of(
 
 
 def sum_of_changes(rows: Sequence[Leaves], names: Sequence[str], factors: FloatArray, distortion: float) -> Sums:
-    """Return the sums over the probes' gradient changes, each times its factor; those with a factor of 0 are left out."""
+    """Return the sums over the probes' gradient changes, each times its factor; those with factor 0 are left out."""
     total = Sums(sum(size_of(rows[0][name]) for name in names), distortions=(0.0, distortion))
     with np.errstate(over="ignore", invalid="ignore"):  # the caller checks whether the sums are finite
         for row in np.flatnonzero(factors).tolist():

@@ -1,4 +1,4 @@
-"""Checks of the paper's claims: what the records of one panel of a figure measured, and whether the claim holds there."""
+"""Checks of the paper's claims: what the records of a figure's panel measured, and whether the claim holds there."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def check_path(path: Path) -> None:
 
 
 def draw_curves(path: Path, runs: Mapping[str, Mapping[str, Sequence[Sequence[RoundRecord]]]]) -> None:
-    """Draw loss and accuracy against rounds, one row for each data set: means over seeds, with their range as a band."""
+    """Draw loss and accuracy against rounds, one row per data set: means over seeds, with their range as a band."""
     figure, axes = new_figure(len(runs), 2, width=10, height=0.6 + 3.2 * len(runs))
     for row, (dataset, by_label) in zip(axes, runs.items(), strict=True):
         for axis, measure in zip(row, ("loss", "accuracy"), strict=True):

@@ -15,7 +15,7 @@ SINGULAR_CUT = 3e-7  # singular values of normalised updates below this share of
 
 
 def null_space_weights(updates: FloatArray, gradient: FloatArray, smoothness: float) -> FloatArray:
-    """Return (K,) the weights α that solve g + β Σ αₖ Δₖ = Σ xᵢ eᵢ, where e is a basis of the null space of the updates.
+    """Return (K,) weights α that solve g + β Σ αₖ Δₖ = Σ xᵢ eᵢ, where e is a basis of the null space of the updates.
 
     Args:
         updates: (K, n), one update a row.

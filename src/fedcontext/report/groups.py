@@ -115,7 +115,7 @@ def _natural_key(label: str) -> list[str | float]:
 
 
 def _labels(algorithm: str, own: Settings, groups: Sequence[tuple[str, Settings]]) -> tuple[str, str]:
-    """Return an algorithm's name with a few of the settings that differ, by which no other has it, and with all of them."""
+    """Return an algorithm's name with a few differing settings, enough to tell it apart, and with all of them."""
     settings: dict[str, list[Settings]] = defaultdict(list)
     for name, other in groups:
         settings[name].append(other)
@@ -132,7 +132,7 @@ def _labels(algorithm: str, own: Settings, groups: Sequence[tuple[str, Settings]
 
 
 def _differs(name: str, same: Sequence[Settings], by_algorithm: Iterable[Sequence[Settings]]) -> bool:
-    """Return whether a setting has several values for one algorithm, or none that another algorithm which has it shares."""
+    """Return whether a setting has several values for one algorithm, or none in common with another that has it."""
     own = {each.get(name) for each in same}
     others = ({each[name] for each in group if name in each} for group in by_algorithm)
     return len(own) > 1 or any(values and own.isdisjoint(values) for values in others)

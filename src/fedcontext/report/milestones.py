@@ -29,7 +29,7 @@ def _median_best(group: Group) -> float:
 
 
 def milestones(group: Group, levels: Sequence[float]) -> dict[str, list[float | None]]:
-    """Return for each unit the median cost over seeds of each level; None if half of the runs or more never reached it."""
+    """Return each unit's median cost over seeds of each level; None if half of the runs or more never reached it."""
     accuracies = np.nan_to_num(group.matrix("accuracy"), nan=-1.0)
     return {unit: round_values(_median_costs(accuracies, group.costs(unit), levels)) for unit in UNITS}
 

@@ -24,7 +24,7 @@ def headline(dataset: str, groups: Sequence[Group]) -> str:
 
 
 def seeds_note(groups: Sequence[Group]) -> str:
-    """Return a sentence that warns of groups with different seeds, whose results are no fair comparison; "" if all agree."""
+    """Return a sentence that warns of groups with different seeds, whose comparison is unfair; "" if all agree."""
     seeds = {group.label: {seed_of(run) for run in group.runs} for group in groups}
     if all(own == seeds[groups[0].label] for own in seeds.values()):
         return ""

@@ -51,7 +51,7 @@ def diagnose(records: Sequence[RoundRecord], settings: Mapping[str, Any] | None 
     >>> print(diagnose(stuck)[0])  # doctest: +NORMALIZE_WHITESPACE
     the steps are too short: they are 1 % as long as the mean update, and smoothness 50 is 100 times the curvature that
     the rounds met (0.5); set smoothness to 0.5, or use the default rule, contextual_memory() (algorithm fedavg-memory)
-    """
+    """  # noqa: W505
     settings = settings or {}
     of_loss = (_exploded,) if _exploded(records, settings) else (_rising, _unstable)
     causes = (_excluded, _no_updates, _no_gradients, _uphill, _short_steps, *of_loss)
@@ -91,7 +91,7 @@ def findings_over_seeds(findings: Mapping[str, Sequence[Finding]]) -> list[str]:
 
     >>> findings_over_seeds({"0": [], "1": [Finding("the loss rises", "it was 1 and is 2", "decrease the learning rate")]})
     ['the loss rises: it was 1 and is 2; decrease the learning rate (seed 1)']
-    """
+    """  # noqa: W505
     first = {finding.what: finding for each in reversed([*findings.values()]) for finding in each}
     seeds = {what: [seed for seed, each in findings.items() if what in {f.what for f in each}] for what in first}
     return [f"{first[what]} (seed{'s' * (len(own) > 1)} {', '.join(own)})" for what, own in seeds.items()]
@@ -141,7 +141,7 @@ def _uphill(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Find
 
 
 def _short_steps(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Finding | None:
-    """Find a β far above the curvature: the larger of that along the mean updates, -<g, d>/‖d‖², and along the steps."""
+    """Find a β far above the curvature: the larger of that along mean updates, -<g, d>/‖d‖², and along the steps."""
     complete = ("update_norm", "step_norm", "slope", "smoothness", "promised_change")
     known = [r for r in records if r.update_norm and all(getattr(r, name) is not None for name in complete)]
     if len(known) < RECENT or _fall(records) > HALF:

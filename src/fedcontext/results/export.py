@@ -43,8 +43,9 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet would compute
 def load_runs(path: str | Path | Iterable[str | Path]) -> Table:
     """Return the rounds of all runs in a file, a directory or several of them as columns: one row per round.
 
-    The columns are described in `fedcontext.results.export.SCHEMA`; unknown values are None. ``pandas.DataFrame(table)`` and
-    ``polars.DataFrame(table)`` accept the table as it is. Broken lines and files are skipped with a warning.
+    The columns are described in `fedcontext.results.export.SCHEMA`; unknown values are None.
+    ``pandas.DataFrame(table)`` and ``polars.DataFrame(table)`` accept the table as it is. Broken lines and files are
+    skipped with a warning.
 
     >>> import tempfile, fedcontext as fc
     >>> from fedcontext.runner import run

@@ -33,10 +33,10 @@ HOW_TO_RESTART = "to start again at round 1, delete the run's checkpoint"
 def write_records(path: str | Path, settings: Settings, records: Iterable[RoundRecord]) -> None:
     """Write a run file from your own training loop, for `load_runs`, ``fedcontext report`` and ``fedcontext export``.
 
-    ``settings`` is an `Experiment` or any mapping; the report groups runs by its ``dataset``, ``algorithm`` and ``seed``.
-    Each record is flushed as it comes, so ``records`` may be a generator over a running loop. An earlier file at
-    ``path`` is replaced at the end; until then the records are in ``<path>.new``. Nothing is written if the settings or
-    a record of a list cannot be read back; a generator's records before such a one stay.
+    ``settings`` is an `Experiment` or any mapping; the report groups runs by its ``dataset``, ``algorithm`` and
+    ``seed``. Each record is flushed as it comes, so ``records`` may be a generator over a running loop. An earlier file
+    at ``path`` is replaced at the end; until then the records are in ``<path>.new``. Nothing is written if the settings
+    or a record of a list cannot be read back; a generator's records before such a one stay.
 
     >>> import tempfile
     >>> records = [RoundRecord(number=1, loss=0.9, devices=[3, 7], weights=[0.5, 0.5]), RoundRecord(number=2, loss=0.7)]
@@ -56,7 +56,7 @@ def write_records(path: str | Path, settings: Settings, records: Iterable[RoundR
 
 
 def _checked(records: Iterable[RoundRecord]) -> Iterator[RoundRecord]:
-    """Yield the records; raise an error for one that could not be read back, or whose number is not above the last one's."""
+    """Yield the records; raise an error for one that cannot be read back or whose number is not above the last."""
     last = 0
     for record in records:
         if not isinstance(record, RoundRecord):
@@ -135,7 +135,7 @@ def _continued(path: Path, settings: Settings, done: int) -> tuple[Path, list[Ro
 
 
 def copy_rounds(source: Path, old: Settings, path: Path, new: Settings, done: int) -> None:
-    """Begin the run file ``path`` of ``new`` settings with the first ``done`` rounds that a run of ``old`` ones wrote."""
+    """Begin the run file ``path`` of ``new`` settings with the first ``done`` rounds of a run of ``old`` ones."""
     written, _ = _written(source, old, done)
     lines = [to_json(manifest(new)), *read_lines(written)[1 : done + 1]]
     write_text(_first_file(path), "\n".join(lines) + "\n")

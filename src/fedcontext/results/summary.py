@@ -115,7 +115,7 @@ def _first(rounds: Mapping[str, float], fewest: float) -> str:
 
 
 def _after(rounds: Mapping[str, float], fewest: float) -> str:
-    """Return after how many rounds the first reached a level, and in brackets when the others did, the fastest first."""
+    """Return after how many rounds the first reached a level, and in brackets when the others did, fastest first."""
     ranked = sorted((count, label) for label, count in rounds.items() if count > fewest)
     others = [f"{label}: {f'{count:g}' if np.isfinite(count) else 'not reached'}" for count, label in ranked]
     compared = f" ({', '.join(at_most(others))})" if others else ""

@@ -1,4 +1,4 @@
-"""What a rule is: a `Rule` weighs updates, a `SumRule` sees sums over devices, a `CoordinateRule` combines each entry alone."""
+"""Rules: a `Rule` weighs updates, a `SumRule` sees sums over devices, a `CoordinateRule` combines each entry alone."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def _no_state(params: Structure) -> State:
 class Rule:
     """How the server weighs the devices of a round: ``weigh(geometry, state) -> (weights, state)``.
 
-    ``needs`` names what devices must send beyond their updates, ``init(params)`` gives the state before the first round,
-    and ``smoothness`` is the β that the rule itself uses, if any. ``scale_free`` says that the step does not depend on the
-    lengths of the updates; the step of other rules is limited to a multiple of them. A rule with ``keeps_state=False``
-    refuses a state: it is that of another rule.
+    ``needs`` names what devices must send beyond their updates, ``init(params)`` gives the state before the first
+    round, and ``smoothness`` is the β that the rule itself uses, if any. ``scale_free`` says that the step does not
+    depend on the lengths of the updates; the step of other rules is limited to a multiple of them. A rule with
+    ``keeps_state=False`` refuses a state: it is that of another rule.
     """
 
     name: str
@@ -60,10 +60,10 @@ class SumRule:
 
     The step is a flat float64 vector over the floating-point leaves, ``population`` the total number of devices (None
     where unknown) and ``info`` diagnostics; ``mean`` among them, if given, is the multiple of the mean update that
-    `Aggregation.weights` show. ``last_step(state)`` is the last step, None for a rule that does not keep it: the defences
-    look whether a probe's gradient difference fits it. ``correct(change, error, state) -> (step, state, info)`` changes the
-    last step, from the mean change of the probes' gradients over it and that mean's expected squared error; None for a rule
-    that does not.
+    `Aggregation.weights` show. ``last_step(state)`` is the last step, None for a rule that does not keep it: the
+    defences look whether a probe's gradient difference fits it.
+    ``correct(change, error, state) -> (step, state, info)`` changes the last step, from the mean change of the probes'
+    gradients over it and that mean's expected squared error; None for a rule that does not.
     """
 
     name: str
@@ -81,7 +81,7 @@ class SumRule:
 
 @dataclass(frozen=True)
 class CoordinateRule:
-    """A rule for each entry of the model alone: ``combine(block) -> step``, from (K, n') values of the devices to (n',).
+    """A rule for each entry of the model alone: ``combine(block) -> step``, from (K, n') device values to (n',).
 
     It is called for one block of entries after another. No set of K weights gives such a step.
     """
@@ -100,7 +100,7 @@ AnyRule: TypeAlias = Rule | SumRule | CoordinateRule
 
 
 def asks_remaining_slopes(rule: AnyRule, state: State) -> bool:
-    """Return whether devices report the slopes that remain along their updates: in a rule's first round, if it uses them."""
+    """Return whether devices report remaining slopes along their updates: in a rule's first round, if it uses them."""
     return "remaining slopes" in rule.needs and state is None
 
 

@@ -34,8 +34,9 @@ def contextual(smoothness: float | Literal["implied"]) -> Rule:
     """Return the paper's rule (Algorithm 2): the weights with the lowest bound, β G α = -b (eq. 7).
 
     The step is -(1/β) times the projection of g onto the span of the updates: unique even where the weights are not.
-    ``smoothness="implied"`` takes the β at which FedAvg's own step d is the minimiser along d, β = -<g, d>/‖d‖², from the
-    cohort's own gradients: no measurement and no learning rate. Where <g, d> >= 0, or where the updates cancel, the step is d. For convex losses.
+    ``smoothness="implied"`` takes the β at which FedAvg's own step d is the minimiser along d, β = -<g, d>/‖d‖², from
+    the cohort's own gradients: no measurement and no learning rate. Where <g, d> >= 0, or where the updates cancel, the
+    step is d. For convex losses.
 
     >>> weights, _ = contextual(smoothness=2).weigh(Geometry(np.eye(1), np.ones(1), slopes=np.array([[-4.0]])), None)
     >>> weights
@@ -60,8 +61,8 @@ def _implied_weights(geometry: Geometry) -> FloatArray:
 def expected_contextual(smoothness: float, form: Literal["exact", "printed"] = "exact") -> Rule:
     """Return the rule of section III-C: the lowest bound in expectation over which K of M devices are selected.
 
-    The M devices are all that trained: all N under full participation, or the cohort and a pool of N' devices outside it.
-    Only the cohort's K weights are applied. With ρ = (K-1)/(M-1) the weights solve b + β[ρ G + (1-ρ) diag G] α = 0.
+    The M devices are all that trained: all N under full participation, or the cohort and a pool of N' devices outside
+    it. Only the cohort's K weights are applied. With ρ = (K-1)/(M-1) the weights solve b + β[ρ G + (1-ρ) diag G] α = 0.
     ``form="printed"`` is the paper's own equation, with ρ on the diagonal too (although a selected device is always
     paired with itself).
 
@@ -100,11 +101,11 @@ def expected_gram(geometry: Geometry, form: str = "exact") -> FloatArray:
 def solve(gram: FloatArray, right: FloatArray) -> FloatArray:
     """Return the x with gram @ x = right, for a positive semi-definite, possibly singular matrix.
 
-    Rows and columns are normalised first, so that an update's length does not decide whether it counts. With eigenvalues
-    λ relative to the largest, 1/λ is multiplied by λ⁸ / (λ⁸ + 1e-72). That is 1 to within 1e-8 for λ > 1e-8, and 0 for the
-    directions that rounding alone produces: duplicate, zero and parallel updates are harmless. The factor is smooth and
-    at most 1, so the order of the rows changes the contextual step by less than 1e-6 of its length, and the step is never
-    longer than |g|/β.
+    Rows and columns are normalised first, so that an update's length does not decide whether it counts. With
+    eigenvalues λ relative to the largest, 1/λ is multiplied by λ⁸ / (λ⁸ + 1e-72). That is 1 to within 1e-8 for
+    λ > 1e-8, and 0 for the directions that rounding alone produces: duplicate, zero and parallel updates are harmless.
+    The factor is smooth and at most 1, so the order of the rows changes the contextual step by less than 1e-6 of its
+    length, and the step is never longer than |g|/β.
 
     >>> solve(np.array([[4.0, 0.0], [0.0, 0.0]]), np.array([2.0, 0.0]))
     array([0.5, 0. ])

@@ -1,7 +1,7 @@
 """The correction of a proposed step, from how the probes' gradients change over it.
 
-The rule with memory proposes a step s from what it knows at w. Probes then report the change of their gradients from w to
-w + s; its mean y shows the curvature along s, and m + y estimates the gradient at w + s. The correction minimises a
+The rule with memory proposes a step s from what it knows at w. Probes then report the change of their gradients from w
+to w + s; its mean y shows the curvature along s, and m + y estimates the gradient at w + s. The correction minimises a
 quadratic model of the loss around w + s over s itself, -(m + y), and -(m + y) preconditioned (where the rule has q).
 """
 
@@ -26,9 +26,10 @@ def corrected_step(
 ) -> tuple[FloatArray, Memory, dict[str, Any]]:
     """Return the step after its correction, the memory for the next round, and the correction's relative length.
 
-    ``error`` is the expected squared error of ``change``; ``memory`` is the memory after the proposed step. Where the loss is
-    not convex along the step, the step is returned unchanged. The correction is at most √cos(y, s) as long as the step, since y is parallel to s where
-    the curvature is the same in all directions; and at most ``trial`` times that before any curvature was measured.
+    ``error`` is the expected squared error of ``change``; ``memory`` is the memory after the proposed step. Where the
+    loss is not convex along the step, the step is returned unchanged. The correction is at most √cos(y, s) as long as
+    the step, since y is parallel to s where the curvature is the same in all directions; and at most ``trial`` times
+    that before any curvature was measured.
     """
     s, y = memory.step, change
     ys = dot(y, s)
@@ -75,8 +76,8 @@ def _hessian(
 ) -> FloatArray:
     """Return the model k₁ I + k₂ diag(u) on the directions, with a damped BFGS update by s and y.
 
-    Along s and the gradient the curvature is at least ‖y‖/‖s‖, the Lipschitz constant of the gradient that was met; along the
-    preconditioned gradient the same holds in the variables w / √scale, in which that is the gradient.
+    Along s and the gradient the curvature is at least ‖y‖/‖s‖, the Lipschitz constant of the gradient that was met;
+    along the preconditioned gradient the same holds in the variables w / √scale, in which that is the gradient.
     """
     h = k[0] * gram(unit, unit) + k[1] * gram((row * u for row in unit), unit)
     h = with_secant(h, along(unit, y) / norm(s), STEP, settings.damping)

@@ -41,7 +41,7 @@ def fitted(
 
 
 def with_secant(h: FloatArray, secant: FloatArray, at: int, damping: float) -> FloatArray:
-    """Return a Hessian after a BFGS update by its measured column ``at``, of whose curvature ``damping`` is kept at least.
+    """Return a Hessian after a BFGS update by its measured column ``at``, at least ``damping`` of its curvature kept.
 
     >>> with_secant(np.eye(2), np.array([4.0, 0.0]), 0, 0.3)
     array([[4., 0.],

@@ -1,19 +1,19 @@
 """Contextual aggregation with memory: a second-order step in five directions that the server holds.
 
-In every round Q probes send their gradient at the present params, and its difference to that at the last round's params.
-From sums over devices alone the server keeps an estimate m of the global gradient (as SARAH does, corrected by fresh
-gradients), an estimate of the curvature, and chooses the step in the span of
+In every round Q probes send their gradient at the present params, and its difference to that at the last round's
+params. From sums over devices alone the server keeps an estimate m of the global gradient (as SARAH does, corrected by
+fresh gradients), an estimate of the curvature, and chooses the step in the span of
 
     d  the mean update (FedAvg's step)          p  d preconditioned: divided, entry by entry, by u + 0.01
     -m the negative gradient estimate           q  -m preconditioned
     s  the previous step
 
 as the minimiser of a quadratic model of the loss. The length of the deviation from d is limited by how well earlier
-deviations lowered the loss (the anchor). The first step is d, or longer where devices report that local training stopped
-far from the minimum along their updates. `correction` improves the step by a second exchange with the probes.
+deviations lowered the loss (the anchor). The first step is d, or longer where devices report that local training
+stopped far from the minimum along their updates. `correction` improves the step by a second exchange with the probes.
 
-Notation: ȳ mean gradient difference, ḡ mean fresh gradient, u a power of the root mean square of past gradients, scaled to a
-root mean square of 1.
+Notation: ȳ mean gradient difference, ḡ mean fresh gradient, u a power of the root mean square of past gradients, scaled
+to a root mean square of 1.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ ROUNDING = 1e-12  # deviations from d below this share of its length count as no
 def contextual_memory(settings: MemorySettings | None = None) -> SumRule:
     """Return contextual aggregation with memory, as a rule for `aggregate`, simulations and Flower.
 
-    It needs each probe's gradient and its difference to the gradient at the last round's params. In the first round it uses
-    the ``remaining_slopes`` of `aggregate` where they are given. Its step can be corrected in a second exchange with the
-    probes: see `correct`.
+    It needs each probe's gradient and its difference to the gradient at the last round's params. In the first round it
+    uses the ``remaining_slopes`` of `aggregate` where they are given. Its step can be corrected in a second exchange
+    with the probes: see `correct`.
 
     >>> contextual_memory().name
     'contextual memory'
@@ -181,8 +181,8 @@ def _gradient_estimate(
     """Return m = (m' + ȳ) + a (ḡ - m' - ȳ), and its expected squared error.
 
     The prior m' + ȳ errs by P' + Var(ȳ), the fresh mean ḡ by Var(ḡ); the gain a weighs the two as a Kalman filter does.
-    When probes are first left out because they contradict the others along the last step, the prior is dropped: the first
-    round has no step before it, so their gradients may be in it.
+    When probes are first left out because they contradict the others along the last step, the prior is dropped: the
+    first round has no step before it, so their gradients may be in it.
     """
     drift, noise = memory.error + sums.difference_error(population), sums.gradient_error(population)
     if sums.contradicting and not memory.contradicting:
@@ -232,7 +232,7 @@ def _calibration(
 
 
 def _model_minimum(h: FloatArray, slopes: FloatArray, lengths: FloatArray, settings: MemorySettings) -> FloatArray:
-    """Return the x that minimises slopes·x + xᵀHx/2 with x_d >= 0.2 ‖d‖, -‖s‖ <= x_s <= momentum ‖s‖, and the others >= 0."""
+    """Return the x that minimises slopes·x + xᵀHx/2 with x_d >= 0.2 ‖d‖, -‖s‖ <= x_s <= momentum ‖s‖, others >= 0."""
     low, high = np.zeros(len(h)), np.full(len(h), np.inf)
     low[MEAN] = 2 * settings.floor * lengths[MEAN]
     low[PREVIOUS], high[PREVIOUS] = -lengths[PREVIOUS], settings.momentum * lengths[PREVIOUS]

@@ -51,7 +51,7 @@ def multi_krum(liars: float = 0.3) -> Rule:
 
 
 def geometric_median(smoothing: float = 1e-6) -> Rule:
-    """Return the geometric median (Pillutla et al. 2022): the step with the lowest Σ ‖step - Δₖ‖, by Weiszfeld's iteration.
+    """Return the geometric median (Pillutla et al. 2022): the step with least Σ ‖step - Δₖ‖, by Weiszfeld's iteration.
 
     ``smoothing`` is the least distance that counts, relative to the median norm.
 
@@ -80,7 +80,7 @@ def norm_clipping(limit: float | Literal["median"] = "median") -> Rule:
 
 
 def fltrust() -> Rule:
-    """Return FLTrust (Cao et al. 2021): updates scaled to the length of the server's own, weighed by their cosine to it.
+    """Return FLTrust (Cao et al. 2021): updates scaled to the length of the server's own, weighed by cosine to it.
 
     The server trains on a small root set of its own; its update Δ₀ is the one row of the pool. With
     cₖ = max(0, cos(Δₖ, Δ₀)) the weights are cₖ / Σ cⱼ · ‖Δ₀‖ / ‖Δₖ‖; all are zero where no update agrees with Δ₀.

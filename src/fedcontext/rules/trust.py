@@ -64,8 +64,8 @@ def _updated_evidence(
 def _evidence(g: FloatArray, y: FloatArray, move: FloatArray) -> FloatArray:
     """Return (2,) the evidence of fresh gradients on the last ``move``, and its weight: 1, or 0 for a move of zero.
 
-    With slopes σ₁ = <ḡ, move> after the move and σ₀ = σ₁ - <ȳ, move> before it, it is e = σ₁ / (|σ₁| + |σ₀|): negative where
-    the loss still falls along the move, positive where the move went too far, above 1/2 where the loss rose.
+    With slopes σ₁ = <ḡ, move> after the move and σ₀ = σ₁ - <ȳ, move> before it, it is e = σ₁ / (|σ₁| + |σ₀|): negative
+    where the loss still falls along the move, positive where the move went too far, above 1/2 where the loss rose.
     """
     if not move.any():
         return np.zeros(2)
@@ -75,8 +75,8 @@ def _evidence(g: FloatArray, y: FloatArray, move: FloatArray) -> FloatArray:
 
 
 def _steps_ahead(evidence: float) -> float:
-    """Return how many lengths of a move ahead the slopes at its ends say the minimum is: σ₁ / (σ₀ - σ₁) = -e / (1 + 2e).
+    """Return how many lengths of a move ahead the slopes at its ends put the minimum: σ₁ / (σ₀ - σ₁) = -e / (1 + 2e).
 
-    Zero where the move went too far, and where the slope is as steep as before or steeper: then there is no minimum ahead.
+    Zero where the move went too far, and where the slope is as steep as before or steeper: no minimum is ahead then.
     """
     return -evidence / (1 + 2 * evidence) if -0.5 < evidence < 0 else 0.0

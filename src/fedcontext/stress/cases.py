@@ -109,8 +109,8 @@ def select(
 ) -> tuple[list[Task], list[str], list[Condition]]:
     """Return tasks, methods and conditions by name, all where none is named; ``device`` is that of the CNN.
 
-    Runs without faults are always among the conditions: the others are compared with them. The quick tasks and conditions
-    take a minute.
+    Runs without faults are always among the conditions: the others are compared with them. The quick tasks and
+    conditions take a minute.
 
     >>> chosen, methods, conditions = select(["mnist"], ["memory"], ["nan"])
     >>> [task.name for task in chosen], methods, [(each.name, each.share) for each in conditions]

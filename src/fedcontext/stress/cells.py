@@ -169,8 +169,8 @@ def read_results(path: Path) -> Results:
 def merge(before: Results | None, after: Results) -> Results:
     """Return the results with the cells of ``after`` in place of the same ones in ``before``, in the order of the page.
 
-    No cell of ``before`` is kept whose task has other settings now, or whose task, method or condition is gone; none at all
-    if the seeds differ.
+    No cell of ``before`` is kept whose task has other settings now, or whose task, method or condition is gone; none at
+    all if the seeds differ.
     """
     if before is None or before.seeds != after.seeds:
         return after

@@ -42,7 +42,7 @@ LABELS = {"combined": TOGETHER}
 
 
 def publish(results: Results, folder: Path) -> list[Path]:
-    """Write reliability.json and reliability.md into a folder, with the cells that it holds already, and return the paths."""
+    """Write reliability.json and reliability.md into a folder, with the cells it already has, and return the paths."""
     numbers, page = folder / "reliability.json", folder / "reliability.md"
     merged = merge(published(folder), results)
     write_results(merged, numbers)

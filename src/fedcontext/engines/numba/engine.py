@@ -89,7 +89,7 @@ class SoftmaxNumba:
         return list(updates)
 
     def _span_is_faster(self, epochs: int, samples: int) -> bool:
-        """Return whether training in the span of a device's samples needs fewer multiplications, by their measured cost.
+        """Return whether training in the span of a device's samples needs fewer multiplications, by measured cost.
 
         It depends on nothing else, so that an update does not depend on what ran before.
         """
@@ -140,7 +140,7 @@ class SoftmaxNumba:
         return loss / len(train.labels), correct / max(1, len(test.labels))
 
     def _pass(self, params: Matrix, split: Split, factors: Matrix) -> tuple[float, int, Matrix]:
-        """Return the sum of all losses, the number of correct guesses, and Σ factors · gradients (zeros without factors)."""
+        """Return the sum of losses, the number of correct guesses and Σ factors · gradients (zeros without factors)."""
         start = _by_class(params)
 
         def block_pass(begin: int) -> tuple[float, int, Matrix]:

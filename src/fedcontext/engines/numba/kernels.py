@@ -153,9 +153,9 @@ def _write_scores(
 ) -> None:
     """Write scores[c, i] = <features[rows[i]], weights[c]> + bias[c], in tiles of 5 samples and 2 classes.
 
-    The ten sums of a tile stay in registers, so that each value loaded is used more than once; five samples are read from
-    memory at the same time. A tile beyond the edge repeats the last sample or class. If the rows are ``in_order``, the
-    next five samples are fetched into the cache meanwhile, which saves a quarter of a pass over MNIST.
+    The ten sums of a tile stay in registers, so that each value loaded is used more than once; five samples are read
+    from memory at the same time. A tile beyond the edge repeats the last sample or class. If the rows are ``in_order``,
+    the next five samples are fetched into the cache meanwhile, which saves a quarter of a pass over MNIST.
     """
     last, top = rows.size - 1, bias.size - 1
     line = LINE // features.itemsize  # entries of a cache line

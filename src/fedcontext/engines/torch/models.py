@@ -82,7 +82,7 @@ def cnn(shape: Shape, classes: int) -> nn.Module:
 
 
 class _MaxPool2d(nn.MaxPool2d):
-    """2x2 max-pooling; on a CPU, where no gradient is needed, as the maximum of slices: an evaluation takes half the time."""
+    """2x2 max-pooling; on a CPU, where no gradient is needed, the maximum of slices: evaluation takes half the time."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output."""

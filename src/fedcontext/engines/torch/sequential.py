@@ -14,7 +14,7 @@ from fedcontext.plan import IntArray, Stream, batches, generator
 
 
 def train_device(task: Task, params: Params, row: int, work: Work) -> dict[str, Tensor]:
-    """Return the update of the device in this row of ``work`` after local training from ``params``, buffers included."""
+    """Return the update of the device in a row of ``work`` after local training from ``params``, buffers included."""
     device, epochs, local = int(work.devices[row]), int(work.epochs[row]), work.local
     rows = task.split.rows(device)
     corrections = [work.corrections[row][name] for name in task.trainable] if work.corrections is not None else []
