@@ -163,8 +163,10 @@ def test_what_cannot_be_corrected_is_refused():
     for done in (corrected, mean):
         with pytest.raises(fc.FedcontextError, match="of aggregate with this rule, and not corrected yet"):
             fc.correct(done, update, rule=rule)
-    with pytest.raises(fc.FedcontextError, match="one for each of the 1 probes"):
+    with pytest.raises(fc.FedcontextError, match=r"one for each of the 1 probes .*, got 2; .*: \['probe 0'\]"):
         fc.correct(result, [*update, *update], rule=rule)
+    with pytest.raises(fc.FedcontextError, match="change of 'probe 0' is None: leave out"):
+        fc.correct(result, [None], rule=rule)
     robust = fc.robust_gradients(rule, "median")
     with pytest.raises(fc.FedcontextError, match="does not correct"):
         fc.correct(result, update, rule=robust)
@@ -175,7 +177,7 @@ def test_what_cannot_be_corrected_is_refused():
         fc.correct(proposed, update, rule=rule)
     with pytest.raises(fc.FedcontextError, match="result must be what aggregate returned, got"):
         fc.correct(result.params, update, rule=rule)
-    with pytest.raises(fc.FedcontextError, match=r"probes in result\.probes, got \['stranger'\]"):
+    with pytest.raises(fc.FedcontextError, match=r"probes in result\.probes, \['probe 0'\], got \['stranger'\]"):
         fc.correct(result, {"stranger": update[0]}, rule=rule)
     with pytest.raises(fc.FedcontextError, match="overflow float64"):
         fc.correct(

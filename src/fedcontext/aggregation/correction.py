@@ -84,11 +84,15 @@ def _checked(changes: Structures, result: Aggregation, base: Leaves, before: Bef
     given, probes = list(named("change", changes).values()), result.probes
     names = list(changes) if isinstance(changes, Mapping) else probes[: len(given)]
     if unknown := [name for name in names if name not in probes]:
-        raise FedcontextError(f"changes must be of probes in result.probes, got {shown(unknown)}")
+        raise FedcontextError(f"changes must be of probes in result.probes, {shown(probes)}, got {shown(unknown)}")
     if given and not isinstance(changes, Mapping) and len(given) != len(probes):
         raise FedcontextError(
             f"changes must be one for each of the {len(probes)} probes in result.probes, got {len(given)}; "
-            "give a mapping by name where some are missing"
+            f"give a mapping by these names where some are missing: {shown(probes)}"
+        )
+    if absent := [name for name, row in zip(names, given, strict=True) if row is None]:
+        raise FedcontextError(
+            f"the change of {shown(absent[0])} is None: leave out probes without one from a mapping by name"
         )
     needed = set(before.measured)
     finite = set() if before.defences.outlier else needed
