@@ -6,6 +6,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from statistics import median
 
 import numpy as np
 import pytest
@@ -72,9 +73,19 @@ def test_the_advice_on_the_smoothness_helps():
 @pytest.mark.parametrize(
     ("settings", "what", "advice"),
     [
-        ({"deadline": 0.5}, "most replies are not used", "set deadline to more than 0.5 s"),
-        ({"algorithm": "fedavg", "learning_rate": 1e-6}, "the loss hardly falls", "set learning_rate to 1e-05"),
-        ({"algorithm": "fedavg", "learning_rate": 2.0}, "the loss rises", "set learning_rate to 0.67"),
+        ({"deadline": 0.5}, "most replies are not used", "set deadline to 0 (now 0.5), and then to the seconds"),
+        ({"deadline": 0.5, "faults": "dropout=0.1"}, "most replies are not used", "set deadline to 0 (now 0.5)"),
+        (
+            {"algorithm": "fedavg", "learning_rate": 1e-6},
+            "the loss hardly falls",
+            "set learning_rate to 0.01 (now 1e-06)",
+        ),
+        (
+            {"algorithm": "fedavg", "server_learning_rate": 1e-6},
+            "the loss hardly falls",
+            "set server_learning_rate to default (now 1e-06)",
+        ),
+        ({"algorithm": "fedavg", "learning_rate": 2.0}, "the loss rises", "set learning_rate to 0.01 (now 2)"),
         (
             {"algorithm": "fedavg-contextual", "smoothness": 0.02, "probes": "all"},
             "the loss is unstable",
@@ -86,6 +97,47 @@ def test_a_setting_that_is_far_off_is_named(settings, what, advice):
     experiment = fc.Experiment(rounds=15, epochs=(1, 4), **settings)
     findings = fc.diagnose(fc.train(experiment).records, vars(experiment))
     assert {finding.what: finding.advice.startswith(advice) for finding in findings}[what]
+
+
+def test_all_findings_of_a_run_give_the_same_advice_on_a_setting_that_is_far_off():
+    experiment = fc.Experiment(learning_rate=1000, rounds=12)
+    monitor = Monitor(vars(experiment))
+    findings = [finding for record in fc.train(experiment).records for finding in monitor.add(record)]
+    assert {finding.what for finding in findings} >= {"the loss exploded", "the loss rises"}
+    assert {finding.advice for finding in findings} == {"set learning_rate to 0.01 (now 1000)"}
+
+
+def test_the_advice_on_the_deadline_helps():
+    waiting = fc.train(rounds=10, deadline=0).records
+    experiment = fc.Experiment(rounds=10, deadline=median(record.seconds for record in waiting))
+    assert fc.diagnose(fc.train(experiment).records, vars(experiment)) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "what", "advice"),
+    [
+        (
+            {"attack": "sign-flip=0.5,scaling=0.6"},
+            "the loss exploded",
+            "try it without attack (now sign-flip=0.5,scaling=0.6) first",
+        ),
+        ({"faults": "dropout=1"}, "most replies are not used", "try it without faults (now dropout=1) first"),
+        (
+            {"attack": "sign-flip=0.5,scaling=0.6", "faults": "dropout=0.1"},
+            "updates and gradients contradict each other",
+            "try it without attack (now sign-flip=0.5,scaling=0.6) and faults (now dropout=0.1) first",
+        ),
+        (
+            {"attack": "sign-flip=0.1", "learning_rate": 1e9},
+            "the loss exploded",
+            "set learning_rate to 0.01 (now 1e+09)",
+        ),
+    ],
+)
+def test_what_a_simulation_was_asked_to_do_to_devices_is_named_as_a_cause(settings, what, advice):
+    experiment = fc.Experiment(rounds=5, epochs=(1, 4), **settings)
+    findings = fc.diagnose(fc.train(experiment).records, vars(experiment))
+    assert {finding.what: finding.advice for finding in findings}[what] == advice
 
 
 def test_a_short_run_that_loses_every_round_is_diagnosed():
@@ -135,6 +187,14 @@ def test_of_a_loss_that_exploded_the_setting_furthest_off_is_named_and_its_usual
 
 def losses(*values):
     return [RoundRecord(number, loss=loss) for number, loss in enumerate(values, 1)]
+
+
+@pytest.mark.parametrize(
+    ("rate", "advice"), [(0.002, "set learning_rate to 0.02"), (1e-5, "set learning_rate to 0.01")]
+)
+def test_a_learning_rate_that_is_a_little_small_is_raised_tenfold_and_one_far_off_to_the_usual_value(rate, advice):
+    (finding,) = fc.diagnose(losses(*[2.3] * 12), {"learning_rate": rate})
+    assert finding.advice.startswith(advice)
 
 
 def test_a_negative_loss_does_not_hide_one_that_is_not_finite():
@@ -199,7 +259,9 @@ rounds = st.lists(
     max_size=15,
 )
 settings = st.dictionaries(
-    st.sampled_from(["deadline", "learning_rate", "server_learning_rate", "algorithm", "smoothness"]),
+    st.sampled_from(
+        ["deadline", "learning_rate", "server_learning_rate", "algorithm", "smoothness", "attack", "faults"]
+    ),
     st.none()
     | st.floats()
     | st.text()

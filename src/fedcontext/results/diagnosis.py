@@ -13,6 +13,7 @@ from math import isfinite
 from statistics import median
 from typing import Any
 
+from fedcontext.errors import shortened
 from fedcontext.fleet import QUOTA_MET
 from fedcontext.records import RoundRecord
 from fedcontext.rules.server import ADAPTIVE_RATE
@@ -25,7 +26,7 @@ SLOW = 0.005, 0.15  # least fall of the loss, as a share of the first one: per r
 JUMP, OFTEN = 0.25, 0.2  # the loss is unstable if it rises by this share in this share of the rounds
 HALF = 0.5  # short steps are no problem if the loss fell by this share
 EXPLODED = 1000.0  # the loss exploded if it is this many times the first one
-LARGE_RATE, USUAL_RATE = 0.1, 0.01  # a learning rate above the first is large; the second is suggested in its place
+COMMON_RATES, USUAL_RATE = (0.001, 0.1), 0.01  # for a learning rate outside the range the latter is suggested
 ADAPTIVE = ("fedadagrad", "fedadam", "fedyogi")
 GOOD = 0.8  # a model with this accuracy may have nothing left to learn
 
@@ -108,7 +109,9 @@ def _excluded(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Fi
         return None
     (reason, count), *_ = reasons.most_common(1)
     late = _number("deadline", settings) if "deadline" in reason else None
-    advice = "see these devices' logs" if late is None else f"set deadline to more than {_short(late)} s"
+    advice = _without_simulated(settings) or "see these devices' logs"
+    if late is not None:  # the seconds of the rounds end at the deadline, so that they do not tell what replies need
+        advice = f"set deadline to 0 (now {_short(late)}), and then to the seconds that rounds take without one"
     evidence = f"{lost} of {len(records)} rounds were lost; {count} replies were excluded: {reason}"
     return Finding("most replies are not used", evidence, advice)
 
@@ -137,7 +140,7 @@ def _uphill(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Find
         return None
     evidence = f"by the probes' gradients, the mean update goes uphill in {uphill} of the first {len(slopes)} rounds"
     advice = "an update is the local model minus params, a gradient points uphill: check both signs"
-    return Finding("updates and gradients contradict each other", evidence, advice)
+    return Finding("updates and gradients contradict each other", evidence, _without_simulated(settings) or advice)
 
 
 def _short_steps(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Finding | None:
@@ -167,8 +170,7 @@ def _exploded(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Fi
     if isfinite(last) and not (first and 0 < EXPLODED * first < last and _losses(records)):
         return None
     before = "" if first is None else f"was {first:.3g} at first and "
-    advice = _usual_value(settings) or _shorter_steps(records, settings)
-    return Finding("the loss exploded", f"it {before}is {last:.3g} now", advice)
+    return Finding("the loss exploded", f"it {before}is {last:.3g} now", _shorter_steps(records, settings))
 
 
 def _rising(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Finding | None:
@@ -202,32 +204,48 @@ def _slow(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Findin
         return None
     evidence = f"it was {losses[0]:.3g} at first, and at its lowest {min(losses):.3g} in {rounds} rounds"
     swings = _rises(losses, by=0.02) > OFTEN * len(losses)
-    advice = (
-        _shorter_steps(records, settings)
-        if swings
-        else f"{_changed('learning_rate', settings, 10)}{_or_memory(settings)}"
-    )
+    advice = _shorter_steps(records, settings) if swings else _longer_steps(settings)
     return Finding("the loss hardly falls", evidence, advice)
 
 
-def _usual_value(settings: Mapping[str, Any]) -> str:
-    """Return the advice to set what is furthest from a common value to its usual one; "" if all are common."""
+def _without_simulated(settings: Mapping[str, Any]) -> str:
+    """Return the advice to leave out an attack and faults that a simulation was asked for, "" if there are none."""
+    given = {name: settings.get(name) for name in ("attack", "faults")}
+    texts = [
+        f"{name} (now {shortened(str(value), 80)})" for name, value in given.items() if value not in (None, "none")
+    ]
+    return f"try it without {' and '.join(texts)} first" if texts else ""
+
+
+def _usual_value(settings: Mapping[str, Any], longer: bool = False) -> str:
+    """Return the advice to set what makes steps far too long (or short) to its usual value; "" if all are common."""
     name = str(settings.get("algorithm", ""))
-    usual = {
-        "server_learning_rate": (ADAPTIVE_RATE, f"{ADAPTIVE_RATE}") if name in ADAPTIVE else (1.0, "default"),
-        "learning_rate": (LARGE_RATE, f"{USUAL_RATE}"),
+    server_rate = (ADAPTIVE_RATE, f"{ADAPTIVE_RATE}") if name in ADAPTIVE else (1.0, "default")
+    common = {  # the least and the largest value that are common, and the usual one
+        "server_learning_rate": (server_rate[0] / 10, *server_rate),
+        "learning_rate": (*COMMON_RATES, f"{USUAL_RATE}"),
     }
     if "contextual" in name or "expected" in name:
-        usual["smoothness"] = (1.0, "measured")
-    given = {each: value for each in usual if (value := _number(each, settings) or 0) > 0}
-    factors = {each: value / usual[each][0] for each, value in given.items()}
-    factors |= {"smoothness": 1 / given["smoothness"]} if "smoothness" in given else {}  # a small one is the mistake
+        common["smoothness"] = (1.0, 1000.0, "measured")
+    given = {each: value for each in common if (value := _number(each, settings) or 0) > 0}
+    factors = {
+        each: common[each][0] / value if longer != (each == "smoothness") else value / common[each][1]
+        for each, value in given.items()
+    }
     factor, furthest = max(((factor, each) for each, factor in factors.items()), default=(0.0, ""))
-    return f"set {furthest} to {usual[furthest][1]} (now {_short(given[furthest])})" if factor > 1 else ""
+    return f"set {furthest} to {common[furthest][2]} (now {_short(given[furthest])})" if factor > 1 else ""
+
+
+def _longer_steps(settings: Mapping[str, Any]) -> str:
+    """Return which setting makes the steps longer."""
+    advice = _usual_value(settings, longer=True) or _without_simulated(settings)
+    return advice or _changed("learning_rate", settings, 10) + _or_memory(settings)
 
 
 def _shorter_steps(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> str:
     """Return which setting makes the steps of this algorithm shorter."""
+    if advice := _usual_value(settings) or _without_simulated(settings):
+        return advice
     name, smoothness = str(settings.get("algorithm", "")), records[-1].smoothness
     if "contextual" in name and "memory" not in name and smoothness:
         better = max([3 * smoothness, *_median_curvature(records)])
