@@ -539,6 +539,13 @@ def test_an_interrupt_ends_a_comparison_and_its_workers(tmp_path):
     assert sizes == [path.stat().st_size for path in sorted(tmp_path.glob("runs/*.jsonl"))]
 
 
+@pytest.mark.parametrize(("every", "rose"), [(1, "0%"), (2, "-")])
+def test_how_often_the_loss_rose_is_a_dash_where_one_round_was_evaluated(tmp_path, every, rose):
+    done = call("run", "--rounds", 2, "--eval-every", every, "--out", tmp_path)
+    (row,) = (line for line in done.stdout.splitlines() if line.startswith("fedavg-memory  "))
+    assert row.split()[-3] == rose
+
+
 def test_the_levels_of_the_table_can_be_chosen(tmp_path):
     command = "run", "--rounds", 4, "--algorithm", "fedavg", "--out", "runs"
     done = call(*command, "--levels", "0.25,0.05", cwd=tmp_path)

@@ -28,13 +28,14 @@ def comparison(title: str, summaries: Summaries) -> Table:
         table.add_column(heading, justify="right", no_wrap=True, overflow="fold")
     for label, runs in summaries.items():
         rounds = [median_rounds([run.rounds_to[level] for run in runs]) for level in levels_of(summaries)]
+        rises = np.mean([run.rises for run in runs])
         table.add_row(
             label,
             mean_and_deviation([run.loss for run in runs]),
             mean_and_deviation([run.accuracy for run in runs]),
             "/".join(f"{count:g}" if np.isfinite(count) else "-" for count in rounds),
             f"{np.mean([run.swing for run in runs]):.3f}",
-            f"{np.mean([run.rises for run in runs]):.0%}",
+            f"{rises:.0%}" if np.isfinite(rises) else "-",  # unknown where a single round was evaluated
             f"{np.mean([run.seconds for run in runs]):.0f}",
             f"{np.mean([run.bytes_up for run in runs]) / 1e6:.1f}",
         )
