@@ -12,7 +12,7 @@ from fedcontext.measurement.defences import OFF
 from fedcontext.paper import document
 from fedcontext.paper.claims import check_claims
 from fedcontext.paper.experiments import SEEDS, STUDIES, experiments_of, get_study
-from fedcontext.paper.figures import stages
+from fedcontext.paper.figures import curve, new_figure, stages
 from fedcontext.paper.reproduce import draw_figures, read_records, run_experiments
 from fedcontext.runner import missing_experiments
 
@@ -55,6 +55,14 @@ def test_every_study_runs_once_and_draws_its_figures(tmp_path, name):
     for path in figures:
         assert path.read_bytes()[1:4] == b"PNG"
         assert path.with_suffix(".pdf").read_bytes()[:4] == b"%PDF"
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 60])
+def test_no_tick_of_a_figure_is_at_a_fraction_of_a_round(rounds):
+    _, ((axis,),) = new_figure(1, 1, width=5, height=3)
+    curve(axis, 0, "fedavg", [[fc.RoundRecord(n + 1, 0.5, 0.5) for n in range(rounds)]], "loss")
+    assert len(axis.get_xticks()) > 0
+    assert all(float(tick).is_integer() for tick in axis.get_xticks())
 
 
 def test_records_of_another_engine_are_accepted_and_those_of_the_one_asked_for_preferred(tmp_path):

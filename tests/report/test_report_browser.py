@@ -208,6 +208,18 @@ def test_a_run_without_evaluation_says_so_and_what_to_do(open_page, write_run, t
         assert page.locator(f"#{measure}").inner_text().startswith(f"No {measure} is recorded: evaluate the model")
 
 
+@pytest.mark.parametrize("numbers", [[1], [1, 2, 3], [7, 8, 9]], ids=str)
+def test_no_tick_is_at_a_fraction_of_a_round(open_page, write_run, tmp_path: Path, numbers: list[int]) -> None:
+    known = ("loss", "accuracy", "promised_change", "measured_change", "condition", "smoothness", "curvature")
+    rounds = [{"number": n, "devices": [3], "weights": [1.0], **dict.fromkeys(known, 0.5)} for n in numbers]
+    write_report([write_run(rounds)], tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html")
+    for chart in ("loss", "accuracy", "heatmap", "bound", "condition", "smoothness"):
+        ticks = page.locator(f"#{chart} .xtick text").all_text_contents()
+        assert set(map(str, numbers)) <= set(ticks)
+        assert all(text.isdecimal() for text in ticks)
+
+
 def test_no_toolbar_covers_the_charts_where_nothing_can_hover(chromium, report: Path) -> None:
     with chromium.new_context(has_touch=True, is_mobile=True) as phone:
         page = phone.new_page()

@@ -21,6 +21,7 @@ RecordIndex: TypeAlias = Mapping[Series, Sequence[Sequence[RoundRecord]]]  # the
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#999999", "#F0E442")
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (6, 2, 1, 2)), "-")
 FORMATS = (".png", ".pdf", ".svg")
+WHOLE = {"integer": True, "min_n_ticks": 1}  # ticks of an axis with rounds
 
 
 def check_path(path: Path) -> None:
@@ -56,6 +57,7 @@ def curve(axis: Any, index: int, label: str, seeds: Sequence[Sequence[RoundRecor
         numbers, values.mean(axis=0), label=label, color=colour, linestyle=DASHES[index % len(DASHES)], linewidth=1.6
     )
     axis.fill_between(numbers, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15, linewidth=0)
+    axis.locator_params(axis="x", **WHOLE)
 
 
 def new_figure(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Any, Any]:
@@ -143,6 +145,7 @@ def _bars(series: Sequence[Series], index: RecordIndex) -> Any:
         axis.set_xticks(range(len(LEVELS)), [f"{level:.0%} accuracy" for level in LEVELS])
         axis.set_ylim(0, limit * 1.05)
         axis.set_ylabel("rounds (×: never)")
+        axis.locator_params(axis="y", **WHOLE)
     axes[0][0].legend(fontsize=7, loc="upper left")
     return figure
 

@@ -14,7 +14,7 @@ const dashOf = (index) => DASH_NAMES[((index % LIGHT.length) + Math.floor(index 
 const translucent = (hex) => `rgba(${[1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)).join(",")},0.15)`;
 const escapeMarkup = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;").replace(/\$/g, "&#36;");
 const tickLabel = (text, index) => escapeMarkup(text.length > 18 ? `${text.slice(0, 16)}… (${index})` : text);
-const integerTicks = (values) => (Math.max(...values) < 6 ? { dtick: 1 } : {}); // no ticks at fractions of a round
+const integerTicks = (rounds) => (Math.max(...rounds) - Math.min(...rounds) < 6 ? { dtick: 1 } : {}); // no ticks at fractions of a round
 const spansDecades = (values) => values.length > 0 && Math.min(...values) > 0 && Math.max(...values) > 20 * Math.min(...values);
 
 // More than a few ticks on a log axis would overlap.
@@ -70,7 +70,7 @@ function drawCurves(measure) {
   const y = axis("", measure === "accuracy" ? { tickformat: ".0%", hoverformat: ".2%" } : { type: log ? "log" : "linear", hoverformat: ".4~g", exponentformat: "power" });
   const traces = [...lines.flatMap((group) => band(group, group[measure].x[view.unit], group[measure])), ...lines.map((group) => line(group, group[measure].x[view.unit], group[measure].mean))];
   const unified = lines.length <= 8 && view.unit === "rounds";
-  const x = view.unit === "rounds" ? integerTicks(lines.map((group) => group[measure].x.rounds.at(-1) || 0)) : axisOptions;
+  const x = view.unit === "rounds" ? integerTicks(lines.flatMap((group) => group[measure].x.rounds)) : axisOptions;
   const chartLayout = layout(axis(title, x), y, { hovermode: unified ? "x unified" : "closest", uirevision: `${dataset().name} ${view.unit} ${log}` });
   return plot(measure, `${measure} against ${UNITS[view.unit]}, ${lines.length} lines; see the table below for the numbers`, traces, chartLayout, !lines.length ? "All lines are hidden: select one in the legend." : page.status ? undefined : `No ${measure} is recorded: evaluate the model in some rounds (in Flower with evaluate_fn, or fraction_evaluate above 0).`);
 }
@@ -86,7 +86,7 @@ function drawMilestones() {
   const levels = dataset().levels.map((level) => `${Math.round(100 * level)} %`);
   const [title, axisOptions] = UNIT_AXES[view.unit];
   const traces = levels.length ? visibleGroups().map((group) => ({ type: "bar", name: escapeMarkup(group.label), x: levels, y: group.milestones[view.unit], marker: { color: colour(group.index), pattern: { shape: HATCHES[DASH_NAMES.indexOf(dashOf(group.index))], fillmode: "overlay", solidity: 0.2, size: 7, fgcolor: css("--back"), fgopacity: 0.7 } } })) : [];
-  const ticks = view.unit === "rounds" ? integerTicks(visibleGroups().flatMap((group) => group.milestones.rounds)) : axisOptions;
+  const ticks = view.unit === "rounds" ? integerTicks([0, ...visibleGroups().flatMap((group) => group.milestones.rounds)]) : axisOptions;
   const y = axis(view.unit === "rounds" ? "rounds" : title, { ...ticks, hoverformat: ".4~s", rangemode: "tozero" });
   return plot("milestones", `Cost in ${UNITS[view.unit]} to reach accuracy levels; see the table below for the numbers`, traces, layout(axis("test accuracy", { type: "category", fixedrange: true }), y, { barmode: "group", bargap: 0.25, uirevision: view.unit }), " ");
 }
@@ -94,7 +94,7 @@ function drawMilestones() {
 const signColours = () => (dark() ? ["#ff9d4d", "#63b8ff"] : ["#c45508", "#0a5ea8"]); // negative, positive
 
 function drawHeatmap() {
-  const heatmap = selectedRun()?.heatmap ?? { devices: [], excluded: [] };
+  const heatmap = selectedRun()?.heatmap ?? { rounds: [], devices: [], excluded: [] };
   const labels = heatmap.devices.map(tickLabel);
   const [negative, positive] = signColours();
   const colorscale = [[0, negative], [0.5, css("--middle")], [1, positive]];
@@ -105,7 +105,7 @@ function drawHeatmap() {
   const subset = heatmap.device_count > labels.length ? ` Shown are the ${labels.length} of ${heatmap.device_count} devices that were selected most often.` : "";
   const means = heatmap.rounds_per_column > 1 ? ` A column is the mean over about ${heatmap.rounds_per_column} rounds.` : "";
   byId("heatmap-note").textContent = `Blue weights are positive, orange ones negative; cells are empty where a device was not selected; × marks excluded devices.${subset}${means}`;
-  return plot("heatmap", "Weights of devices by rounds", traces, layout(axis("round"), axis("device", { type: "category", categoryorder: "array", categoryarray: labels }), { uirevision: selectedRun()?.label }), "No device has a weight in this run.");
+  return plot("heatmap", "Weights of devices by rounds", traces, layout(axis("round", integerTicks(heatmap.rounds)), axis("device", { type: "category", categoryorder: "array", categoryarray: labels }), { uirevision: selectedRun()?.label }), "No device has a weight in this run.");
 }
 
 function drawStage(index) {
@@ -133,7 +133,7 @@ function drawBound() {
     { ...curve, name: "measured", y: bound.measured, line: { width: 2, color: colour(0) } },
     { type: "scatter", mode: "markers", name: "violation", x: bound.violations.map((mark) => mark[0]), y: bound.violations.map((mark) => mark[1]), marker: { symbol: "diamond", size: 8, color: css("--bad") }, visible: bound.violations.length > 0 },
   ];
-  const chartLayout = layout(axis("round", integerTicks(bound.rounds.slice(-1))), axis("loss change", { hoverformat: ".4~g", exponentformat: "power" }), { showlegend: true, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, margin: { l: 48, r: 16, t: 56, b: 40 }, uirevision: selectedRun()?.label });
+  const chartLayout = layout(axis("round", integerTicks(bound.rounds)), axis("loss change", { hoverformat: ".4~g", exponentformat: "power" }), { showlegend: true, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, margin: { l: 48, r: 16, t: 56, b: 40 }, uirevision: selectedRun()?.label });
   return plot("bound", note, traces, chartLayout, " ");
 }
 
@@ -145,7 +145,7 @@ function drawDiagnostics(id, names) {
   }));
   const values = traces.flatMap((trace) => trace.y).filter((value) => value !== null);
   const log = values.length > 0 && Math.min(...values) > 0 && (id === "condition" || spansDecades(values));
-  const chartLayout = layout(axis("round"), axis("", { type: log ? "log" : "linear", hoverformat: ".4~g", exponentformat: "power" }), { uirevision: `${dataset().name} ${log}` });
+  const chartLayout = layout(axis("round", integerTicks(traces.flatMap((trace) => trace.x))), axis("", { type: log ? "log" : "linear", hoverformat: ".4~g", exponentformat: "power" }), { uirevision: `${dataset().name} ${log}` });
   return plot(id, `${id} against rounds`, traces, chartLayout, "Nothing to draw: none of these rules measured it.");
 }
 
