@@ -546,6 +546,16 @@ def test_how_often_the_loss_rose_is_a_dash_where_one_round_was_evaluated(tmp_pat
     assert row.split()[-3] == rose
 
 
+@pytest.mark.parametrize("options", [(), ("--levels", "0.9,0.4")], ids=["default", "chosen"])
+def test_the_report_of_a_command_has_the_levels_of_its_table(tmp_path, options):
+    algorithms = ("--algorithms", "fedavg,fedavg-memory", "--seeds", "0", "--jobs", 1)
+    done = call("compare", "--rounds", 8, *algorithms, *options, "--report", "page.html", cwd=tmp_path)
+    (outcome,) = (line for line in done.stdout.splitlines() if "% accuracy after" in line)
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert outcome in page
+    assert re.search(r'"levels":(\[.*?\])', page)[1] == ("[0.9,0.4]" if options else "[0.5,0.6,0.7,0.8]")
+
+
 def test_the_levels_of_the_table_can_be_chosen(tmp_path):
     command = "run", "--rounds", 4, "--algorithm", "fedavg", "--out", "runs"
     done = call(*command, "--levels", "0.25,0.05", cwd=tmp_path)

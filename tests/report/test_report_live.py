@@ -71,6 +71,20 @@ def test_a_page_opened_at_once_does_not_hear_of_earlier_runs(open_page, finished
         assert "0 of 12 rounds done" in page.locator("#status").inner_text()
 
 
+@pytest.mark.parametrize(("level", "note"), [(0.0625, "Median rounds"), (0.9995, "No accuracy level was reached.")])
+def test_a_level_that_was_asked_for_is_shown_whether_it_was_reached_or_not(
+    open_page, finished, tmp_path: Path, level: float, note: str
+) -> None:
+    with live_report([experiment for experiment, _ in finished], tmp_path / "out.html", [level]) as on_round:
+        for experiment, records in finished:
+            for record in records:
+                on_round(experiment, record)
+    page = open_page(tmp_path / "out.html")
+    assert page.locator("#results thead th").last.inner_text() == f"to {100 * level:g} %"
+    assert page.locator("#milestones-note").inner_text().startswith(note)
+    assert page.locator("#milestones.empty").count() == note.startswith("No")
+
+
 def test_an_interrupted_run_leaves_a_page_of_what_was_done(finished, tmp_path: Path) -> None:
     experiment, records = finished[0]
 

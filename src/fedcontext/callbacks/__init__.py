@@ -13,18 +13,25 @@ from fedcontext.runner import OnRound
 
 @contextmanager
 def follow(
-    experiments: Sequence[Experiment], out: Path, *, quiet: bool = False, report: Path | None = None, track: str = ""
+    experiments: Sequence[Experiment],
+    out: Path,
+    *,
+    quiet: bool = False,
+    report: Path | None = None,
+    levels: Sequence[float] = (),
+    track: str = "",
 ) -> Iterator[OnRound]:
     """Yield one callback that updates everything asked for: a live report, a tracker, progress on standard error.
 
-    With the progress come findings about runs that do not train.
+    ``levels`` are the accuracies of the report, by default some that were reached. With the progress come findings
+    about runs that do not train.
     """
     with ExitStack() as stack:
         callbacks: list[OnRound] = []
         if report is not None:
             from fedcontext.report import live_report
 
-            callbacks.append(stack.enter_context(live_report(experiments, report)))
+            callbacks.append(stack.enter_context(live_report(experiments, report, levels)))
         if track:
             from fedcontext.callbacks.trackers import track_runs
 

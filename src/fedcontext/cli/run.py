@@ -58,7 +58,8 @@ Resume: TypeAlias = Annotated[
     ),
 ]
 Levels: TypeAlias = Annotated[
-    str, typer.Option(metavar="NUMBERS", help="Accuracies; the table has the rounds to reach each of them.")
+    str,
+    typer.Option(metavar="NUMBERS", help="Accuracies; the table and the report have the rounds to reach each of them."),
 ]
 COMPARE = {**LISTS, **{name: option for name, option in OPTIONS.items() if f"{name}s" not in LISTS}}
 
@@ -81,7 +82,7 @@ def run(
     experiment, chosen = experiment_from(settings), levels_from(levels)
     with (
         interruptible(out_dir, _how_to_continue(resume)),
-        follow([experiment], out_dir, quiet=quiet, report=report, track=track) as on_round,
+        follow([experiment], out_dir, quiet=quiet, report=report, levels=chosen, track=track) as on_round,
     ):
         records = run_one(experiment, out_dir, on_round, resume=resume, save=save)
     if as_json:
@@ -118,7 +119,7 @@ def compare(
         figures.check_path(figure)
     with (
         interruptible(out_dir, _how_to_continue(resume)),
-        follow(experiments, out_dir, quiet=quiet, report=report, track=track) as on_round,
+        follow(experiments, out_dir, quiet=quiet, report=report, levels=chosen, track=track) as on_round,
     ):
         run_each = partial(run_one, resume=resume)
         results = run_all(experiments, out_dir, jobs, on_round, run=run_each)

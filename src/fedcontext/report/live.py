@@ -20,7 +20,9 @@ INTERVAL = 1.0  # least seconds between two updates, which also take at most a t
 
 
 @contextmanager
-def live_report(experiments: Sequence[Experiment], out: Path, interval: float = INTERVAL) -> Iterator[OnRound]:
+def live_report(
+    experiments: Sequence[Experiment], out: Path, levels: Sequence[float] = (), interval: float = INTERVAL
+) -> Iterator[OnRound]:
     """Yield the callback that updates the page ``out`` after every round, at most once per ``interval`` seconds.
 
     A page opened from disk may not read other files but may run scripts, so updates are in a script beside it
@@ -29,7 +31,7 @@ def live_report(experiments: Sequence[Experiment], out: Path, interval: float = 
     """
     require("plotly.offline", extra="report")
     check_page(out)
-    page = LivePage(experiments, out)
+    page = LivePage(experiments, out, levels)
     page.write_update(running=True)  # before the page, which would otherwise load the last update of earlier runs
     page.write_page(running=True)
     due = time.monotonic() + interval
@@ -54,8 +56,8 @@ def live_report(experiments: Sequence[Experiment], out: Path, interval: float = 
 class LivePage:
     """The rounds so far, and the two files that show them."""
 
-    def __init__(self, experiments: Sequence[Experiment], out: Path) -> None:
-        self.out, self.script = out, out.with_suffix(".live.js")
+    def __init__(self, experiments: Sequence[Experiment], out: Path, levels: Sequence[float] = ()) -> None:
+        self.out, self.script, self.levels = out, out.with_suffix(".live.js"), levels
         self.runs: dict[str, Run] = {experiment.name: new_run(experiment) for experiment in experiments}
         self.total = sum(experiment.rounds for experiment in experiments)
         self.start, self.latest = time.monotonic(), ""
@@ -80,7 +82,7 @@ class LivePage:
         self.write_update(running=False)
 
     def _data(self, running: bool) -> dict[str, object]:
-        return page_data(list(self.runs.values()), status=self._progress() if running else "")
+        return page_data(list(self.runs.values()), status=self._progress() if running else "", levels=self.levels)
 
     def _progress(self) -> str:
         done = sum(len(run.rows) for run in self.runs.values())

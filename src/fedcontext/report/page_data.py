@@ -25,8 +25,13 @@ MAX_RUNS = 200  # runs with panels of their own; all runs are in the curves
 MAX_PROBLEMS = 20
 
 
-def page_data(runs: Sequence[Run], problems: Sequence[str] = (), status: str = "") -> dict[str, Any]:
-    """Return the data of the page about ``runs``; ``status`` is their progress while they are still running."""
+def page_data(
+    runs: Sequence[Run], problems: Sequence[str] = (), status: str = "", levels: Sequence[float] = ()
+) -> dict[str, Any]:
+    """Return the data of the page about ``runs``; ``status`` is their progress while they are still running.
+
+    ``levels`` are the accuracies whose cost is shown, by default `accuracy_levels` of each data set.
+    """
     by_dataset: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         by_dataset[dataset_of(run)].append(run)
@@ -35,14 +40,14 @@ def page_data(runs: Sequence[Run], problems: Sequence[str] = (), status: str = "
         "version": __version__,
         "status": status,
         "problems": [*problems[:MAX_PROBLEMS], *more],
-        "datasets": [_dataset(name, members, len(runs)) for name, members in by_dataset.items()],
+        "datasets": [_dataset(name, members, len(runs), levels) for name, members in by_dataset.items()],
         "versions": sorted({f"{name} {version}" for run in runs for name, version in run.versions.items()}),
     }
 
 
-def _dataset(name: str, runs: Sequence[Run], run_count: int) -> dict[str, Any]:
+def _dataset(name: str, runs: Sequence[Run], run_count: int, levels: Sequence[float]) -> dict[str, Any]:
     groups = group_runs(runs)
-    levels = accuracy_levels(groups)
+    levels = levels or accuracy_levels(groups)
     points = min(600, max(40, MAX_POINTS // len(groups)))
     summaries = {group.label: [summarise(run.records, levels) for run in group.runs] for group in groups}
     return {

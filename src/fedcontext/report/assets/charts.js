@@ -37,7 +37,7 @@ const CONFIG = { responsive: true, displaylogo: false, displayModeBar: !matchMed
 
 async function plot(id, description, traces, chartLayout, emptyText = "Nothing to draw yet.") {
   const box = byId(id);
-  const empty = !traces.some((trace) => (trace.z || trace.y || []).length);
+  const empty = !traces.some((trace) => (trace.z || trace.y || []).some((value) => value !== null));
   if (empty) {
     if (box.data) Plotly.purge(box);
     box.replaceChildren(emptyText);
@@ -83,7 +83,7 @@ function useLog() {
 }
 
 function drawMilestones() {
-  const levels = dataset().levels.map((level) => `${Math.round(100 * level)} %`);
+  const levels = dataset().levels.map(levelName);
   const [title, axisOptions] = UNIT_AXES[view.unit];
   const traces = levels.length ? visibleGroups().map((group) => ({ type: "bar", name: escapeMarkup(group.label), x: levels, y: group.milestones[view.unit], marker: { color: colour(group.index), pattern: { shape: HATCHES[DASH_NAMES.indexOf(dashOf(group.index))], fillmode: "overlay", solidity: 0.2, size: 7, fgcolor: css("--back"), fgopacity: 0.7 } } })) : [];
   const ticks = view.unit === "rounds" ? integerTicks([0, ...visibleGroups().flatMap((group) => group.milestones.rounds)]) : axisOptions;

@@ -29,6 +29,7 @@ function formatNumber(value, digits = 4) {
   if (size !== 0 && (size >= 1e6 || size < 1e-3)) return value.toExponential(digits - 2);
   return Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 6 });
 }
+const levelName = (level) => `${Number((100 * level).toPrecision(6))} %`;
 const formatPercent = (value) => (value === null ? "–" : `${(100 * value).toFixed(1)} %`);
 function formatCost(value, unit) {
   if (value === null) return "–";
@@ -104,7 +105,7 @@ function columns() {
   ];
   return fixed.concat(dataset().levels.map((level, index) => {
     const value = (group) => group.milestones[view.unit][index];
-    return [`to ${Math.round(100 * level)} %`, value, (group) => formatCost(value(group), view.unit), "ratio"];
+    return [`to ${levelName(level)}`, value, (group) => formatCost(value(group), view.unit), "ratio"];
   }));
 }
 
@@ -132,7 +133,7 @@ function writeTable() {
   const rows = sortBy ? sortRows(groups(), sortBy[1], view.sort.descending) : groups();
   body.replaceChildren(...rows.map((group) => tableRow(group, all)));
   if (focused !== null) [...head.querySelectorAll("button")].find((button) => button.textContent === focused)?.focus();
-  byId("milestones-note").textContent = dataset().levels.length ? `Median ${UNITS[view.unit]} over seeds until the test accuracy first reached each level.` : "No accuracy level was reached.";
+  byId("milestones-note").textContent = groups().some((group) => group.milestones.rounds.some((value) => value !== null)) ? `Median ${UNITS[view.unit]} over seeds until the test accuracy first reached each level.` : "No accuracy level was reached.";
 }
 
 function tableRow(group, all) {
