@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from fedcontext.experiment import Experiment
+from fedcontext.paper.figures import COLOURS
 from fedcontext.preparation import train
+from fedcontext.records import RoundRecord
 from fedcontext.report import live_report
 from fedcontext.report.live import LivePage
 from fedcontext.results.reader import read_runs
@@ -83,6 +86,19 @@ def test_a_level_that_was_asked_for_is_shown_whether_it_was_reached_or_not(
     assert page.locator("#results thead th").last.inner_text() == f"to {100 * level:g} %"
     assert page.locator("#milestones-note").inner_text().startswith(note)
     assert page.locator("#milestones.empty").count() == note.startswith("No")
+
+
+def test_the_algorithms_have_the_order_asked_for_and_the_colours_of_the_figure(open_page, tmp_path: Path) -> None:
+    names = ["fedadam", "fedavg-memory", "fedavg"]
+    asked = [Experiment(algorithm=name, rounds=1) for name in names]
+    with live_report(asked, tmp_path / "out.html") as on_round:
+        for experiment in asked:
+            on_round(experiment, RoundRecord(1, loss=2.0))
+    page = open_page(tmp_path / "out.html")
+    assert page.locator("#legend button").all_inner_texts() == names
+    assert page.evaluate("document.getElementById('loss').data.map(trace => trace.name)") == names
+    drawn = page.evaluate("[...Array(9).keys()].map(index => colour(index))")
+    assert drawn == [colour.lower() for colour in (*COLOURS, COLOURS[0])]
 
 
 def test_an_interrupted_run_leaves_a_page_of_what_was_done(finished, tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from fedcontext.results.summary import LEVELS, Summary, summarise
 
 RecordIndex: TypeAlias = Mapping[Series, Sequence[Sequence[RoundRecord]]]  # the records of each seed, by series
 
-# Okabe and Ito's palette for colour-blind readers; dashes repeat the distinction.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#999999", "#F0E442")
-DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (6, 2, 1, 2)), "-")
+# Okabe and Ito's palette for colour-blind readers, as in report/assets/charts.js; dashes repeat the distinction.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#999999")
+DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (6, 2, 1, 2)))
 FORMATS = (".png", ".pdf", ".svg")
 WHOLE = {"integer": True, "min_n_ticks": 1}  # ticks of an axis with rounds
 
@@ -53,9 +53,8 @@ def curve(axis: Any, index: int, label: str, seeds: Sequence[Sequence[RoundRecor
     numbers = [record.number for record in seeds[0] if getattr(record, measure) is not None]
     values = np.array([[getattr(r, measure) for r in seed if getattr(r, measure) is not None] for seed in seeds])
     colour = COLOURS[index % len(COLOURS)]
-    axis.plot(
-        numbers, values.mean(axis=0), label=label, color=colour, linestyle=DASHES[index % len(DASHES)], linewidth=1.6
-    )
+    dashes = DASHES[(index + index // len(COLOURS)) % len(DASHES)]  # other ones when the colours come again
+    axis.plot(numbers, values.mean(axis=0), label=label, color=colour, linestyle=dashes, linewidth=1.6)
     axis.fill_between(numbers, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15, linewidth=0)
     axis.locator_params(axis="x", **WHOLE)
 

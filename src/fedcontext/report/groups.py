@@ -65,10 +65,11 @@ def seed_of(run: Run) -> str:
     return str(run.settings.get("seed", "unknown"))[:MAX_TEXT]
 
 
-def group_runs(runs: Sequence[Run]) -> list[Group]:
+def group_runs(runs: Sequence[Run], order: Sequence[str] = tuple(ALGORITHMS)) -> list[Group]:
     """Return the runs of one data set in groups, labelled by algorithm and by the settings that differ.
 
-    Runs that differ in their rounds alone are one group: of the same seed the longest counts.
+    Runs that differ in their rounds alone are one group: of the same seed the longest counts. The groups are in the
+    ``order`` of their algorithms; unknown ones come last.
     """
     by_settings: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
@@ -78,7 +79,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         Group(*_labels(*first, firsts), _longest(_started(members)))
         for first, members in zip(firsts, by_settings.values(), strict=True)
     ]
-    return sorted(groups, key=lambda group: (_rank(algorithm_of(group.runs[0])), _natural_key(group.label)))
+    return sorted(groups, key=lambda group: (_rank(algorithm_of(group.runs[0]), order), _natural_key(group.label)))
 
 
 def _compared(run: Run) -> dict[str, str]:
@@ -99,9 +100,8 @@ def _longest(runs: list[Run]) -> list[Run]:
     return [run for run in runs if run.settings == longest[seed_of(run)]]
 
 
-def _rank(algorithm: str) -> int:
-    """Return the position of an algorithm in `ALGORITHMS`; unknown ones come last."""
-    return [*ALGORITHMS, algorithm].index(algorithm)
+def _rank(algorithm: str, order: Sequence[str]) -> int:
+    return [*order, algorithm].index(algorithm)
 
 
 def _natural_key(label: str) -> list[str | float]:

@@ -59,6 +59,7 @@ class LivePage:
     def __init__(self, experiments: Sequence[Experiment], out: Path, levels: Sequence[float] = ()) -> None:
         self.out, self.script, self.levels = out, out.with_suffix(".live.js"), levels
         self.runs: dict[str, Run] = {experiment.name: new_run(experiment) for experiment in experiments}
+        self.order = list(dict.fromkeys(experiment.algorithm for experiment in experiments))
         self.total = sum(experiment.rounds for experiment in experiments)
         self.start, self.latest = time.monotonic(), ""
 
@@ -82,7 +83,8 @@ class LivePage:
         self.write_update(running=False)
 
     def _data(self, running: bool) -> dict[str, object]:
-        return page_data(list(self.runs.values()), status=self._progress() if running else "", levels=self.levels)
+        status = self._progress() if running else ""
+        return page_data(list(self.runs.values()), status=status, levels=self.levels, order=self.order)
 
     def _progress(self) -> str:
         done = sum(len(run.rows) for run in self.runs.values())

@@ -26,11 +26,16 @@ MAX_PROBLEMS = 20
 
 
 def page_data(
-    runs: Sequence[Run], problems: Sequence[str] = (), status: str = "", levels: Sequence[float] = ()
+    runs: Sequence[Run],
+    problems: Sequence[str] = (),
+    status: str = "",
+    levels: Sequence[float] = (),
+    order: Sequence[str] = tuple(ALGORITHMS),
 ) -> dict[str, Any]:
     """Return the data of the page about ``runs``; ``status`` is their progress while they are still running.
 
-    ``levels`` are the accuracies whose cost is shown, by default `accuracy_levels` of each data set.
+    ``levels`` are the accuracies whose cost is shown, by default `accuracy_levels` of each data set, and ``order`` is
+    that of the algorithms.
     """
     by_dataset: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
@@ -40,13 +45,15 @@ def page_data(
         "version": __version__,
         "status": status,
         "problems": [*problems[:MAX_PROBLEMS], *more],
-        "datasets": [_dataset(name, members, len(runs), levels) for name, members in by_dataset.items()],
+        "datasets": [_dataset(name, members, len(runs), levels, order) for name, members in by_dataset.items()],
         "versions": sorted({f"{name} {version}" for run in runs for name, version in run.versions.items()}),
     }
 
 
-def _dataset(name: str, runs: Sequence[Run], run_count: int, levels: Sequence[float]) -> dict[str, Any]:
-    groups = group_runs(runs)
+def _dataset(
+    name: str, runs: Sequence[Run], run_count: int, levels: Sequence[float], order: Sequence[str]
+) -> dict[str, Any]:
+    groups = group_runs(runs, order)
     levels = levels or accuracy_levels(groups)
     points = min(600, max(40, MAX_POINTS // len(groups)))
     summaries = {group.label: [summarise(run.records, levels) for run in group.runs] for group in groups}

@@ -1,7 +1,7 @@
 "use strict";
 // The charts. Text from records goes through `escapeMarkup`, because Plotly interprets some HTML and LaTeX.
 
-const LIGHT = ["#0072b2", "#d98200", "#009e73", "#d55e00", "#b8538f", "#3498d1", "#222222", "#808080"];
+const LIGHT = ["#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#000000", "#999999"]; // those of paper/figures.py
 const DARK = ["#4fa8e0", "#f0b040", "#34c9a0", "#f58f52", "#e3a0c8", "#9bd2f7", "#f2f2f2", "#9a9a9a"];
 const DASHES = { solid: "", dash: "7 4", dashdot: "8 3 2 3", dot: "2 3", longdash: "13 4", longdashdot: "13 3 2 3" };
 const HATCHES = ["", "/", "\\", "-", "x", "|"];
