@@ -303,7 +303,10 @@ def own_data(label: int) -> FederatedData:
     return federate(np.eye(20), labels, [np.arange(10), np.arange(10, 20)], name="mine")
 
 
-@pytest.mark.parametrize("reason", ["data digest", "not a fedcontext checkpoint", "is already running", "it evaluated"])
+@pytest.mark.parametrize(
+    "reason",
+    ["data digest", "not a fedcontext checkpoint", "are not all in the file", "is already running", "it evaluated"],
+)
 def test_a_shorter_run_of_no_use_is_named_and_not_continued(tmp_path: Path, reason: str, caplog) -> None:
     every = 4 if reason == "it evaluated" else 1
     long = fc.Experiment("mine", "fedavg", rounds=4, devices_per_round=2, epochs=(1, 1), eval_every=every)
@@ -313,11 +316,16 @@ def test_a_shorter_run_of_no_use_is_named_and_not_continued(tmp_path: Path, reas
     if reason == "not a fedcontext checkpoint":
         for path in tmp_path.glob("out/*.safetensors*"):
             path.write_bytes(b"damaged")
+    if reason == "are not all in the file":
+        records.write_text("".join(line for line in records.open() if '"number": 1,' not in line))
     with storage.lock(records) if reason == "is already running" else nullcontext():
         made = runner.run(long, tmp_path / "out", data=own_data(0), resume=True)
     assert made == runner.run(long, tmp_path / "alone", data=own_data(0))
     assert any(line.startswith(f"{records} is not continued: ") and reason in line for line in caplog.messages)
     assert "has no checkpoint" not in caplog.text
+    assert caplog.messages[-1] == f"starting at round 1 of {tmp_path / 'out' / long.name}.jsonl"
+    assert "start anew" not in caplog.text
+    assert "start again" not in caplog.text
 
 
 def test_where_the_longest_run_is_of_no_use_the_next_is_continued(tmp_path: Path, caplog) -> None:
@@ -328,6 +336,7 @@ def test_where_the_longest_run_is_of_no_use_the_next_is_continued(tmp_path: Path
     runner.run(EXPERIMENT, tmp_path / "cut", resume=True)
     runner.run(EXPERIMENT, tmp_path / "whole", resume=True)
     assert "continuing after round 2 of" in caplog.text
+    assert "starting at round 1" not in caplog.text
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
 
 

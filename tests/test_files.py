@@ -154,7 +154,7 @@ def test_a_truncated_checkpoint_is_noticed(tmp_path: Path, cut: int, caplog) -> 
     path.write_bytes(path.read_bytes()[:cut])
     assert checkpoint.load(path, {"w": np.zeros(3)}).facts["number"] == 1
     assert "run.safetensors: not a fedcontext checkpoint" in caplog.text
-    assert "resuming from the one before it" in caplog.text
+    assert "trying the one before it" in caplog.text
 
 
 def test_without_a_good_checkpoint_the_error_says_what_to_delete(tmp_path: Path) -> None:

@@ -118,12 +118,12 @@ def _read_newest(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             return _read(path)
     except _Damaged as error:
         if not earlier.exists():
-            raise FedcontextError(f"{error}: give another file, or delete it to start anew") from None
-        LOG.warning("%s; resuming from the one before it", error)
+            raise FedcontextError(error, ": give another file, or delete it to start anew") from None
+        LOG.warning("%s; trying the one before it", error)
     try:
         content = _read(earlier)
     except _Damaged as error:
-        raise FedcontextError(f"{error}: delete it and {path.name} to start anew") from None
+        raise FedcontextError(error, f": delete it and {path.name} to start anew") from None
     os.replace(earlier, path)  # else the next save would put a damaged one in its place
     return content
 

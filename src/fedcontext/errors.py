@@ -19,14 +19,17 @@ LONGEST_VALUE = 80  # characters of a value in a message
 class FedcontextError(ValueError):
     """Invalid input or settings; nothing was changed. Of a long message the middle is left out.
 
+    ``advice`` ends the message; the attribute ``problem`` is the message without it, for a caller that knows a way on.
+
     >>> raise FedcontextError("smoothness must be positive, got -1")
     Traceback (most recent call last):
     ...
     fedcontext.errors.FedcontextError: smoothness must be positive, got -1
     """
 
-    def __init__(self, message: object = "") -> None:
-        super().__init__(shortened(str(message), LONGEST))
+    def __init__(self, message: object = "", advice: str = "") -> None:
+        super().__init__(shortened(f"{message}{advice}", LONGEST))
+        self.problem = shortened(str(message), LONGEST)
 
 
 class FileError(FedcontextError):

@@ -83,6 +83,8 @@ def resumed_state(simulation: Simulation, files: RunFiles) -> State | None:
         LOG.warning(
             "%s has no checkpoint, which a run writes only with --resume (resume=True): starting at round 1", found
         )
+    elif any(checkpoint.exists(run.checkpoint) for run, _ in shorter):
+        LOG.warning("starting at round 1 of %s", files.records)
     return None
 
 
@@ -98,7 +100,7 @@ def _continued(simulation: Simulation, files: RunFiles, earlier: RunFiles, exper
                 )
             copy_rounds(earlier.records, experiment, files.records, simulation.experiment, state.number)
     except FedcontextError as error:
-        LOG.warning("%s is not continued: %s", earlier.records, error)
+        LOG.warning("%s is not continued: %s", earlier.records, error.problem)
         return None
     LOG.warning("continuing after round %d of %s", state.number, earlier.records)
     return state

@@ -27,7 +27,7 @@ from fedcontext.records import (
 )
 
 LOG = logging.getLogger("fedcontext")
-HOW_TO_RESTART = "to start again at round 1, delete the run's checkpoint"
+HOW_TO_RESTART = "; to start again at round 1, delete the run's checkpoint"
 
 
 def write_records(path: str | Path, settings: Settings, records: Iterable[RoundRecord]) -> None:
@@ -160,14 +160,14 @@ def _is_of_this_run(path: Path, settings: Settings, done: int) -> bool:
 def _first_rounds(path: Path, done: int) -> tuple[dict[str, Any], list[RoundRecord]]:
     """Return the manifest and the records of a run file, if it has the first ``done`` rounds."""
     if not path.exists():
-        raise FedcontextError(f"{path}: cannot resume after round {done}: the file does not exist; {HOW_TO_RESTART}")
+        raise FedcontextError(f"{path}: cannot resume after round {done}: the file does not exist", HOW_TO_RESTART)
     try:
         head, records = read_run(path)
     except FedcontextError as error:
-        raise FedcontextError(f"cannot resume after round {done}: {error}; {HOW_TO_RESTART}") from None
+        raise FedcontextError(f"cannot resume after round {done}: {error}", HOW_TO_RESTART) from None
     if [record.number for record in records[:done]] != list(range(1, done + 1)):
         raise FedcontextError(
-            f"{path}: cannot resume after round {done}: rounds 1 to {done} are not all in the file; {HOW_TO_RESTART}"
+            f"{path}: cannot resume after round {done}: rounds 1 to {done} are not all in the file", HOW_TO_RESTART
         )
     return head, records
 
