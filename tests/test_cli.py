@@ -112,6 +112,33 @@ def settings_of(*arguments, cwd):
     return fc.read_run(cwd / json.loads(done.stdout)["records"])[0]["settings"]
 
 
+def test_where_there_are_fewer_devices_than_train_by_default_all_do_and_the_files_say_so(tmp_path):
+    few = ("--dataset", "synthetic-1-1-8", "--algorithm", "fedavg", "--quiet", "--json", "--resume")
+    done = json.loads(call("run", *FEW, *few, cwd=tmp_path).stdout)
+    head, rounds = fc.read_run(tmp_path / done["records"])
+    assert head["settings"]["devices_per_round"] == 8
+    assert [sorted(each.devices) for each in rounds] == [list(range(8))] * 3
+    toml = Path(done["records"]).with_suffix(".toml")
+    assert json.loads(call("run", toml, "--quiet", "--json", cwd=tmp_path).stdout)["records"] == done["records"]
+    longer = json.loads(call("run", *FEW, *few, "--rounds", "4", cwd=tmp_path).stdout)
+    assert fc.read_run(tmp_path / longer["records"])[1][:3] == rounds
+    refused = call("run", *FEW, *few, "--devices-per-round", "10", cwd=tmp_path)
+    assert "devices_per_round must be between 1 and 8 (all devices), got 10" in refused.stderr
+
+
+def test_each_data_set_of_a_comparison_has_its_own_cohort(tmp_path):
+    options = ("--dataset", "synthetic-1-1-8,synthetic-1-1", "--algorithms", "fedavg", "--seeds", "0", "--jobs", "1")
+    done = json.loads(call("compare", *FEW, *options, "--json", cwd=tmp_path).stdout)
+    heads = [fc.read_run(tmp_path / each["fedavg"][0]["records"])[0] for each in done.values()]
+    assert [head["settings"]["devices_per_round"] for head in heads] == [8, 10]
+
+
+def test_tuned_settings_of_few_devices_can_be_run(tmp_path):
+    command = ("tune", *FEW, "--dataset", "synthetic-1-1-8", "--grid", "epochs=1,2", "--seeds", "1", "--jobs", "1")
+    (tmp_path / "best.toml").write_text(call(*command, "--quiet", cwd=tmp_path).stdout)
+    assert settings_of("best.toml", cwd=tmp_path)["devices_per_round"] == 8
+
+
 def test_every_setting_has_an_option_with_its_default_in_the_help(tmp_path):
     printed = " ".join(call("run", "--help", cwd=tmp_path, COLUMNS="500").stdout.split())
     for setting in fields(fc.Experiment):
@@ -360,8 +387,8 @@ BAD = {
     "over-selection": (["run", "--over-select", "nan"], "over_select must be a number of at least 0"),
     "mu of a later algorithm": (["compare", "--mu", "-1"], "mu must be a number of at least 0"),
     "everyone on demand": (
-        ["run", "--dataset", "synthetic-1-1-50", "--probes", "all"],
-        "set probes to cohort or a number",
+        ["run", "--dataset", "synthetic-1-1-200", "--probes", "all"],
+        "set probes to cohort or a number below 200, devices_per_round and pool to fewer together",
     ),
     "out is a file": (["run", "--out", "odd.toml", "--rounds", "1"], "odd.toml"),
     "epochs": (

@@ -287,7 +287,7 @@ def test_gradients_of_many_samples_on_a_cpu_warn_once():
         ),
         ({"engine": "torch", "model": "cnn"}, "needs square images of 1 or 3 channels, got 60 features"),
         (
-            {"engine": "torch", "dataset": "synthetic-1-1-40", "probes": "cohort"},
+            {"engine": "torch", "dataset": "synthetic-1-1-200", "probes": "cohort"},
             "engine 'torch' does not support data made on demand",
         ),
         ({"engine": "torch", "device": "tpu"}, "device must be auto, cpu or cuda, got 'tpu'"),

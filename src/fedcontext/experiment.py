@@ -60,7 +60,10 @@ class Experiment:
     seed: int = setting(0, integer(0, most=MAX_SEED), "Seed of device selection, local epochs, batch order and fleet")
     data_seed: int = setting(0, integer(0, most=MAX_SEED), "Seed of generating or partitioning the data")
     devices_per_round: int = setting(
-        10, integer(1), "Devices that train in each round (K)", aliases=("k", "cohort", "clients_per_round")
+        10,
+        integer(1),
+        "Devices that train in each round (K); left out, all of a data set with fewer",
+        aliases=("k", "cohort", "clients_per_round"),
     )
     probes: int | Literal["cohort", "all"] = setting(
         20,

@@ -32,6 +32,7 @@ from fedcontext.experiment import check_names, experiment_from
 from fedcontext.files.storage import check_folder, lock, write_text
 from fedcontext.files.toml import to_toml
 from fedcontext.leaderboard import entries
+from fedcontext.preparation import with_cohort
 from fedcontext.runner import missing_experiments
 
 Names = Annotated[str, typer.Option(metavar="NAMES", help="Comma-separated names. [default: all]")]
@@ -125,6 +126,7 @@ def tune(
     from fedcontext.leaderboard.tuning import tune as choose
 
     check_folder(out_dir)
+    settings = with_cohort(settings)
     task = entries.Task("tune", "", {**settings, "rounds": experiment_from(settings).rounds}, levels_from(levels))
     entrant = entries.Entrant("tune", {}, parse_grid(grid))
     tuning = [experiment_from({**settings, "seed": seed}).seed for seed in seeds_from(seeds)]

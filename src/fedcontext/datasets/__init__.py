@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -12,13 +13,13 @@ from fedcontext.datasets.femnist import femnist
 from fedcontext.datasets.leaf import leaf
 from fedcontext.datasets.mnist import mnist
 from fedcontext.datasets.partition import dirichlet, iid, power_law, shards
-from fedcontext.datasets.synthetic import synthetic
+from fedcontext.datasets.synthetic import EVALUATION_DEVICES, synthetic
 from fedcontext.errors import FedcontextError, unknown_value_error
 
 NAMES = {
     "synthetic-iid": "synthetic: 30 devices with the same distribution",
     "synthetic-A-B": "synthetic: 30 devices that differ in model by A and in features by B, such as synthetic-1-1",
-    "synthetic-A-B-N": "the same with N devices, samples generated on demand, such as synthetic-1-1-1000000",
+    "synthetic-A-B-N": "the same with N devices, samples generated on demand if N is above 100, such as synthetic-1-1-1000000",
     "mnist": "1,000 devices with 2 digits each, sizes by a power law (FedProx)",
     "mnist-N": "the first N devices of it, such as mnist-100",
     "femnist": "one device per writer, 62 classes (LEAF)",
@@ -43,8 +44,10 @@ def load_dataset(name: str, seed: int = 0) -> FederatedData:
     if name == "synthetic-iid":
         return synthetic(0, 0, iid=True, seed=seed)
     if numbers := re.fullmatch(r"synthetic-(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)(?:-(\d{1,18}))?", name):
-        count, on_demand = int(numbers[3] or 30), numbers[3] is not None
-        return synthetic(float(numbers[1]), float(numbers[2]), devices=count, seed=seed, on_demand=on_demand)
+        count = int(numbers[3] or 30)
+        on_demand = count > EVALUATION_DEVICES  # else all samples are kept, to evaluate on
+        data = synthetic(float(numbers[1]), float(numbers[2]), devices=count, seed=seed, on_demand=on_demand)
+        return replace(data, name=name)
     if name == "mnist":
         return mnist(seed)
     if numbers := re.fullmatch(r"mnist-(\d{1,4})", name):

@@ -135,7 +135,8 @@ def full_participation(train: Split | LazySplit, devices: IntArray) -> bool:
     if isinstance(train, LazySplit):
         raise FedcontextError(
             f"samples are generated on demand, so one round cannot use all {count} devices: "
-            "set probes to cohort or a number, pool to a number, and smoothness to a number or 1/lr"
+            f"set probes to cohort or a number below {count}, devices_per_round and pool to fewer together, smoothness to a "
+            "number or 1/lr, and algorithm to none of the oracles"
         )
     return True
 
