@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from commands import call
 from fedcontext.cli.app import app
-from fedcontext.cli.leaderboard import parse_grid
+from fedcontext.cli.options import parse_grid
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import experiment_from
 from fedcontext.leaderboard import board, entries, results

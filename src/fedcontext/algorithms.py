@@ -11,7 +11,7 @@ from fedcontext.errors import FedcontextError, by_name, positive
 from fedcontext.local_sgd import LocalSGD, proximal, sgd
 from fedcontext.measurement.combination import Combination
 from fedcontext.rules import averaging, robust, server
-from fedcontext.rules.base import AnyRule, Averaging, CoordinateRule
+from fedcontext.rules.base import AnyRule, Averaging, CoordinateRule, Need, Rule, corrects
 from fedcontext.rules.contextual import contextual, expected_contextual
 from fedcontext.rules.memory import contextual_memory
 from fedcontext.rules.server import ServerOptimizer, server_sgd
@@ -155,11 +155,38 @@ def algorithm_named(name: str, hyperparameters: Hyperparameters) -> Algorithm:
     return with_server_rate(_with_gradients(algorithm, hyperparameters), hyperparameters)
 
 
+def _needs(*any_of: Need) -> Callable[[Algorithm], bool]:
+    return lambda algorithm: not algorithm.rule.needs.isdisjoint(any_of)
+
+
+def _weighs_probes(algorithm: Algorithm) -> bool:
+    """Return whether sample counts can weigh the probes' gradients; a rule that works on sums counts them alike."""
+    return isinstance(algorithm.rule, Rule) and "gradient" in algorithm.rule.needs
+
+
+# Whether an algorithm, made with averaging by samples, uses a setting; those that are not here are used by all.
+USES: dict[str, Callable[[Algorithm], bool]] = {
+    "probes": _needs("gradient"),
+    "gradient_averaging": _needs("gradient"),
+    "gradient_bits": _needs("gradient", "own gradients"),
+    "sketch": _needs("gradient", "own gradients"),
+    "max_gradient": _needs("gradient", "own gradients"),
+    "probe_averaging": _weighs_probes,
+    "averaging": _needs("samples"),
+    "max_samples": lambda algorithm: _needs("samples")(algorithm) or _weighs_probes(algorithm),
+    "max_step": lambda algorithm: isinstance(algorithm.rule, Rule) and not algorithm.rule.scale_free,
+    "max_descent": _needs("differences"),
+    "max_concavity": _needs("differences"),
+    "exchanges": lambda algorithm: corrects(algorithm.rule) and not algorithm.oracle,
+    "pool": _needs("pool"),
+}
+
+
 def unused_settings(name: str) -> set[str]:
     """Return the settings of some algorithms that do not change this one's steps; none for an unknown algorithm.
 
-    >>> sorted(unused_settings("fedprox"))
-    ['liars', 'pool', 'probes', 'server_momentum', 'smoothness']
+    >>> sorted(unused_settings("fedprox-memory"))
+    ['averaging', 'liars', 'max_samples', 'max_step', 'pool', 'probe_averaging', 'server_momentum', 'smoothness']
     """
     if name not in ALGORITHMS:
         return set()
@@ -170,9 +197,9 @@ def unused_settings(name: str) -> set[str]:
             used.add(setting)
             return super().__getattribute__(setting)
 
-    needs = ALGORITHMS[name](Traced(learning_rate=0.1, smoothness=10.0)).rule.needs
-    used |= {"probes"} if "gradient" in needs else set()
-    return {"mu", "smoothness", "server_momentum", "liars", "probes", "pool"} - used - needs
+    algorithm = ALGORITHMS[name](Traced(learning_rate=0.1, smoothness=10.0, averaging="samples"))
+    unread = {"mu", "smoothness", "server_momentum", "liars"} - used
+    return unread | {setting for setting, uses in USES.items() if not uses(algorithm)}
 
 
 def _with_gradients(algorithm: Algorithm, h: Hyperparameters) -> Algorithm:

@@ -22,13 +22,14 @@ from fedcontext.cli.options import (
     distinct,
     interruptible,
     levels_from,
+    parse_grid,
     results_folder,
     seeds_from,
     takes_settings,
 )
 from fedcontext.cli.tables import plain_table
 from fedcontext.console import out, print_line
-from fedcontext.experiment import check_names, experiment_from
+from fedcontext.experiment import experiment_from
 from fedcontext.files.storage import check_folder, lock, write_text
 from fedcontext.files.toml import to_toml
 from fedcontext.leaderboard import entries
@@ -184,17 +185,6 @@ def recommend(
         print_line("To run or tune the others:")
     for other, _ in allowed[1:]:
         print_line(f"{other.name}: {recommendation.command_for(other)}")
-
-
-def parse_grid(given: Sequence[str]) -> dict[str, list[str]]:
-    """Return the values of each setting of a grid.
-
-    >>> parse_grid(["mu=0.1,1"])
-    {'mu': ['0.1', '1']}
-    """
-    pairs = [each.partition("=") for each in given]
-    check_names([name for name, _, _ in pairs], source="--grid: ")
-    return {name: distinct(f"--grid {name}", values) for name, _, values in pairs}
 
 
 def _names(option: str, given: str) -> list[str]:

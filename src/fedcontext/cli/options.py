@@ -19,10 +19,18 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from fedcontext.algorithms import ALGORITHMS, unused_settings
+from fedcontext.algorithms import unused_settings
 from fedcontext.console import err, print_line
 from fedcontext.errors import FedcontextError, by_name, shown
-from fedcontext.experiment import SETTING_OF, SETTINGS, Experiment, checked, settings_from_toml, with_limits
+from fedcontext.experiment import (
+    SETTING_OF,
+    SETTINGS,
+    Experiment,
+    check_names,
+    checked,
+    settings_from_toml,
+    with_limits,
+)
 from fedcontext.files.storage import check_folder
 from fedcontext.presets import PRESETS
 
@@ -55,6 +63,7 @@ QuietOrJson = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 ReportPage = Annotated[Path | None, typer.Option("--report", help="HTML page that is updated while rounds finish.")]
 Track = Annotated[str, typer.Option(help="Also log to tensorboard, mlflow or wandb.")]
+COMPARED = "fedavg,fedprox,folb,fedadam,fedavg-contextual,fedavg-memory"  # unless others are given
 CORES = os.cpu_count() or 1
 Jobs = Annotated[int, typer.Option(min=1, show_default=False, help="Number of processes. [default: one per core]")]
 REUSED = "start the same command again: runs that are complete are reused"  # said after an interrupt
@@ -123,7 +132,8 @@ def takes_settings(options: Mapping[str, Any]) -> Callable[[Callable[..., None]]
         @functools.wraps(command)
         def parsed(**values: Any) -> None:
             given = {name: values.pop(name) for name in annotations}
-            command(merged(options, **given), **values)
+            tried = parse_grid(values.get("grid", ())).get("algorithm", ())
+            command(merged(options, tried, **given), **values)
 
         parsed.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]
         parsed.__annotations__ = {each.name: each.annotation for each in (*shared, *own)}
@@ -133,19 +143,28 @@ def takes_settings(options: Mapping[str, Any]) -> Callable[[Callable[..., None]]
 
 
 def merged(
-    known: Mapping[str, Any], file: Path | None, preset: str | None, k2: str | None, **options: str | None
+    known: Mapping[str, Any],
+    tried: Sequence[str],
+    file: Path | None,
+    preset: str | None,
+    k2: str | None,
+    **options: str | None,
 ) -> dict[str, Any]:
-    """Return the settings of the preset, overridden by those of the file, overridden by the options that were given."""
-    given = with_limits({name: value for name, value in options.items() if value is not None})
+    """Return the settings of the preset, overridden by those of the file, overridden by the options that were given.
+
+    An option that none of the algorithms uses is refused: those ``tried`` by a grid or else those of the settings.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
     if k2 is not None:
         if "probes" in given:
             raise FedcontextError("--probes and --k2 are the same setting: give one of them")
         given["probes"] = probes_from(k2)
     base = by_name("preset", preset, PRESETS) if preset else {}
     settings = {name: value for name, value in base.items() if name in known}
-    settings |= (settings_from_toml(file, {**dict.fromkeys(SETTINGS), **known}) if file else {}) | given
-    usual = list(ALGORITHMS) if "algorithms" in known else Experiment().algorithm
-    check_used(given, distinct("algorithms", settings.get("algorithms", settings.get("algorithm", usual))))
+    settings |= (settings_from_toml(file, {**dict.fromkeys(SETTINGS), **known}) if file else {}) | with_limits(given)
+    usual = COMPARED if "algorithms" in known else Experiment().algorithm
+    chosen = settings.get("algorithms", settings.get("algorithm", usual))
+    check_used(given, tried or distinct("algorithms", chosen))
     return settings
 
 
@@ -187,6 +206,17 @@ def distinct(name: str, given: object) -> list[str]:
     if not all(values) or not 0 < len(set(values)) == len(listed):
         raise FedcontextError(f"{name} must be distinct comma-separated values, got {shown(given)}")
     return values
+
+
+def parse_grid(given: Sequence[str]) -> dict[str, list[str]]:
+    """Return the values of each setting of a grid.
+
+    >>> parse_grid(["mu=0.1,1"])
+    {'mu': ['0.1', '1']}
+    """
+    pairs = [each.partition("=") for each in given]
+    check_names([name for name, _, _ in pairs], source="--grid: ")
+    return {name: distinct(f"--grid {name}", values) for name, _, values in pairs}
 
 
 def seeds_from(given: object) -> list[str]:

@@ -15,6 +15,7 @@ import typer
 from fedcontext.callbacks import follow
 from fedcontext.callbacks.trackers import tracked_to
 from fedcontext.cli.options import (
+    COMPARED,
     CORES,
     OPTIONS,
     AsJson,
@@ -39,14 +40,13 @@ from fedcontext.results.summary import LEVELS, outcome, summarise
 from fedcontext.runner import run as run_one
 from fedcontext.runner import run_all
 
-ALGORITHMS = "fedavg,fedprox,folb,fedadam,fedavg-contextual,fedavg-memory"
 SEEDS = "0,1,2"
 DATASET = Experiment().dataset
 DEFAULT_LEVELS = ",".join(map(str, LEVELS))
 Runs: TypeAlias = dict[str, list[tuple[Experiment, list[RoundRecord]]]]  # by algorithm, one for each seed
 LISTS = {
     "algorithms": Annotated[
-        str | None, typer.Option(metavar="NAMES", help=f"Comma-separated algorithms. [default: {ALGORITHMS}]")
+        str | None, typer.Option(metavar="NAMES", help=f"Comma-separated algorithms. [default: {COMPARED}]")
     ],
     "seeds": Annotated[
         str | None, typer.Option(metavar="INTEGERS", help=f"Comma-separated seeds, one run each. [default: {SEEDS}]")
@@ -152,7 +152,7 @@ def _how_to_continue(resume: bool) -> str:
 
 def _experiments(settings: dict[str, Any]) -> list[Experiment]:
     """Return one experiment for each data set, algorithm and seed; the TOML file of a single run has one of each."""
-    names = distinct("algorithms", settings.pop("algorithms", settings.pop("algorithm", ALGORITHMS)))
+    names = distinct("algorithms", settings.pop("algorithms", settings.pop("algorithm", COMPARED)))
     seeds = seeds_from(settings.pop("seeds", str(settings.pop("seed", SEEDS))))
     datasets = distinct("dataset", settings.pop("dataset")) if "dataset" in settings else [DATASET]
     return [
