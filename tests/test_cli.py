@@ -227,6 +227,16 @@ def test_a_setting_that_one_algorithm_uses_is_accepted(tmp_path, command):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_warning_is_one_line_without_a_path_and_none_with_quiet(tmp_path, jobs):
+    command = "compare", "--algorithms", "fedavg,fedavg-memory", "--seeds", "0", "--averaging", "samples"
+    command += (*FEW, "--jobs", jobs)
+    lines = program(*command, cwd=tmp_path).stderr.splitlines()
+    about = {line for line in lines if "averaging" in line or ".py" in line or "Warning" in line}
+    assert about == {"warning: averaging has no effect on rule 'contextual memory', which uses the plain mean"}
+    assert program(*command, "--quiet", cwd=tmp_path).stderr == ""
+
+
 def test_a_preset_leaves_the_algorithms_of_a_comparison(tmp_path):
     options = [
         "--preset",

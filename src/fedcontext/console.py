@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from typing import Any
 
 from rich.console import Console
 
@@ -20,3 +22,9 @@ def print_line(text: str, console: Console = out, style: str | None = None) -> N
 def warn(text: str) -> None:
     """Print a warning on standard error."""
     print_line(text, err, "yellow")
+
+
+def show_warning(message: Warning | str, *place: Any, **rest: Any) -> None:
+    """Print a Python warning in one line, without its place in the code: `warnings.showwarning` of the command line."""
+    if logging.getLogger("fedcontext").isEnabledFor(logging.WARNING):
+        warn(f"warning: {' '.join(str(message).split())}")

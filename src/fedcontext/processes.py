@@ -11,6 +11,7 @@ import queue
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -19,6 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from fedcontext.console import show_warning
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
 from fedcontext.records import RoundRecord
@@ -39,7 +41,7 @@ def run_in_processes(
     """
     context = multiprocessing.get_context("spawn")
     messages, cancel = context.Queue(), context.Event()
-    shared = messages, cancel, LOG.level
+    shared = messages, cancel, LOG.level, warnings.showwarning is show_warning
     with _one_thread_each(), ProcessPoolExecutor(jobs, context, _init_worker, shared) as pool:
         try:
             with _signals(blocked=True):  # while it imports modules, a worker would answer with a traceback
@@ -87,10 +89,12 @@ _messages: Any = None  # in a worker: the queue of completed rounds
 _cancel: Any = None  # in a worker: the event that ends its runs
 
 
-def _init_worker(messages: Any, cancel: Any, log_level: int) -> None:
+def _init_worker(messages: Any, cancel: Any, log_level: int, plain_warnings: bool) -> None:
     global _messages, _cancel
     _messages, _cancel = messages, cancel
     LOG.setLevel(log_level)
+    if plain_warnings:
+        warnings.showwarning = show_warning
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

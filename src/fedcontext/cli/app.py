@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ from typer.core import TyperGroup
 from fedcontext.cli import leaderboard, report, reproduce, run, stress
 from fedcontext.cli import list as listing
 from fedcontext.cli.options import Command
-from fedcontext.console import err, print_line
+from fedcontext.console import err, print_line, show_warning
 from fedcontext.errors import LONGEST, FedcontextError, shortened
 from fedcontext.version import __version__
 
@@ -75,9 +76,11 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 def run_app() -> None:
-    """Parse the command line and run the command; print an error in one line and exit with 2."""
+    """Parse the command line and run the command; print each warning in one line, and an error too and exit with 2."""
     try:
-        app()
+        with warnings.catch_warnings():
+            warnings.showwarning = show_warning
+            app()
     except (FedcontextError, OSError, MemoryError) as error:
         reason = "not enough memory for these settings and data" if isinstance(error, MemoryError) else str(error)
         print_line(f"error: {shortened(reason, LONGEST)}", err, "red")
