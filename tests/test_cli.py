@@ -396,6 +396,9 @@ BAD = {
         ["run", "--algorithm", "fedavg-contxtual"],
         "algorithm 'fedavg-contxtual' is unknown, did you mean fedavg-contextual? algorithm must be one of fedavg,",
     ),
+    "memory": (["run", "--algorithm", "memory"], "'memory' is unknown, did you mean fedavg-memory? algorithm must"),
+    "the rule's name": (["run", "--algorithm", "contextual-memory"], ", did you mean fedavg-memory? algorithm must"),
+    "misspelt oracle": (["run", "--algorithm", "oracle-memry"], ", did you mean oracle-memory? algorithm must"),
     "misspelt attack": (
         ["run", "--attack", "sign-flop=0.3"],
         "attack: 'sign-flop' is unknown, did you mean sign-flip? attack must be shares from 0 to 1",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from fedcontext import variates
-from fedcontext.errors import FedcontextError, by_name, positive
+from fedcontext.errors import FedcontextError, nearest, positive, unknown_value_error
 from fedcontext.local_sgd import LocalSGD, proximal, sgd
 from fedcontext.measurement.combination import Combination
 from fedcontext.rules import averaging, robust, server
@@ -151,8 +151,19 @@ def algorithm_named(name: str, hyperparameters: Hyperparameters) -> Algorithm:
     >>> algorithm_named("fedavg", Hyperparameters(learning_rate=0.1, smoothness=10)).rule.name
     'mean'
     """
-    algorithm = by_name("algorithm", name, ALGORITHMS)(hyperparameters)
+    if name not in ALGORITHMS:
+        raise unknown_value_error("algorithm", name, ALGORITHMS, suggestion=similar_algorithm(name))
+    algorithm = ALGORITHMS[name](hyperparameters)
     return with_server_rate(_with_gradients(algorithm, hyperparameters), hyperparameters)
+
+
+def similar_algorithm(name: object) -> str:
+    """Return the algorithm nearest to a wrong name; an oracle, for simulations only, where no other is near.
+
+    >>> similar_algorithm("memory"), similar_algorithm("oracle")
+    ('fedavg-memory', 'oracle-span')
+    """
+    return nearest(name, [each for each in ALGORITHMS if not each.startswith("oracle-")]) or nearest(name, ALGORITHMS)
 
 
 def _needs(*any_of: Need) -> Callable[[Algorithm], bool]:

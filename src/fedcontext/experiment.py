@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from fedcontext.algorithms import ALGORITHMS
+from fedcontext.algorithms import ALGORITHMS, similar_algorithm
 from fedcontext.compression.codec import IDENTITY, Codec
 from fedcontext.datasets import NAMES
 from fedcontext.engines.base import ENGINES
@@ -54,7 +54,9 @@ class Experiment:
 
     dataset: str = setting("synthetic-1-1", text("NAME"), f"Data set: {', '.join(NAMES)}")
     algorithm: str = setting(
-        "fedavg-memory", one_of(ALGORITHMS, "NAME"), "Algorithm; `fedcontext algorithms` lists all"
+        "fedavg-memory",
+        one_of(ALGORITHMS, "NAME", similar_algorithm),
+        "Algorithm; `fedcontext algorithms` lists all",
     )
     rounds: int = setting(None, integer(1), "Number of rounds", default_text=PUBLISHED, aliases=("num_rounds",))
     seed: int = setting(0, integer(0, most=MAX_SEED), "Seed of device selection, local epochs, batch order and fleet")

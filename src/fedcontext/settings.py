@@ -32,7 +32,7 @@ class Check:
     expected: str  # completes "must be ..."
     convert: Callable[[Any], Any]  # raises TypeError or ValueError for any other value
     words: tuple[str, ...] = ()  # accepted as they are
-    names: Collection[str] = ()  # of which an error suggests the nearest
+    suggest: Callable[[object], str] = lambda value: ""  # in place of an unknown value
 
     def __call__(self, name: str, value: Any) -> Any:
         """Return ``value`` as the setting ``name`` stores it."""
@@ -45,7 +45,8 @@ class Check:
         except TooLarge as limit:
             raise FedcontextError(f"{name} must be at most {limit}, got {shown(value)}") from None
         except (TypeError, ValueError, OverflowError):
-            raise unknown_value_error(name, value, self.names, accepted=self.accepts) from None
+            suggestion = self.suggest(value)
+            raise unknown_value_error(name, value, (), accepted=self.accepts, suggestion=suggestion) from None
 
     @property
     def accepts(self) -> str:
@@ -117,8 +118,8 @@ def text(kind: str = "TEXT") -> Check:
     return Check(kind, "text", convert)
 
 
-def one_of(choices: Collection[str], kind: str = "") -> Check:
-    """Return the check for one of ``choices``, which may grow later.
+def one_of(choices: Collection[str], kind: str = "", suggest: Callable[[object], str] | None = None) -> Check:
+    """Return the check for one of ``choices``, which may grow later. Errors ``suggest`` the nearest by default.
 
     >>> one_of(["mean", "samples"])("averaging", "median")
     Traceback (most recent call last):
@@ -132,7 +133,8 @@ def one_of(choices: Collection[str], kind: str = "") -> Check:
         return value
 
     expected = " or ".join(choices) if len(choices) < 3 else f"one of {', '.join(choices)}"
-    return Check(kind or "|".join(choices), expected, convert, names=choices if len(choices) > 3 else ())
+    near = suggest or (lambda value: nearest(value, choices if len(choices) > 3 else ()))
+    return Check(kind or "|".join(choices), expected, convert, suggest=near)
 
 
 def shares_by_name(names: Collection[str]) -> Check:
