@@ -179,9 +179,11 @@ def test_settings_of_local_training_reach_a_rule_object(small_data):
     assert plain != momentum
 
 
-@pytest.mark.parametrize("algorithm", [fc.mean, 3])
-def test_what_is_no_algorithm_is_refused(small_data, algorithm):
-    with pytest.raises(FedcontextError, match="algorithm must be a name, an Algorithm or a rule"):
+@pytest.mark.parametrize(("algorithm", "got"), [(fc.mean, r"a function; call it: mean\(\)"), (3, "3")])
+def test_what_is_no_algorithm_is_refused(small_data, algorithm, got):
+    with pytest.raises(
+        FedcontextError, match=rf"algorithm must be a name, an Algorithm or a rule such as .* got {got}$"
+    ):
         fc.train(data=small_data, algorithm=algorithm, **SMALL)
 
 

@@ -21,7 +21,7 @@ from fedcontext.fleet import PROFILES, make_fleet
 from fedcontext.local_sgd import sgd
 from fedcontext.plan import Stream, generator
 from fedcontext.records import RoundRecord
-from fedcontext.rules.base import AnyRule
+from fedcontext.rules.base import AnyRule, shown_rule
 from fedcontext.settings import parse_shares
 from fedcontext.simulation import Simulation
 from fedcontext.smoothness import measured_smoothness
@@ -183,7 +183,9 @@ def _algorithm(experiment: Experiment, given: Algorithm | AnyRule | None, smooth
         _check_overruled(experiment, vars(given.local), f"Algorithm '{given.name}'")
         return given
     if given is not None and not isinstance(given, AnyRule):
-        raise FedcontextError(f"algorithm must be a name, an Algorithm or a rule such as mean(), got {given!r}")
+        raise FedcontextError(
+            f"algorithm must be a name, an Algorithm or a rule such as mean(), got {shown_rule(given)}"
+        )
     hyperparameters = Hyperparameters(
         learning_rate=experiment.learning_rate,
         smoothness=smoothness,

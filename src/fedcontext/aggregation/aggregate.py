@@ -15,6 +15,7 @@ from fedcontext.aggregation.result import Aggregation
 from fedcontext.aggregation.validation import (
     check_defences,
     check_population,
+    check_rule,
     check_state,
     output_leaves,
     select_leaves,
@@ -110,8 +111,7 @@ def aggregate(
     >>> result.params.round(6), result.weights.round(6), round(result.promised_change, 6)
     (array([0.5, 1.5]), array([-1. ,  1.5]), -2.5)
     """
-    if not isinstance(rule, AnyRule):
-        raise FedcontextError(f"rule must be a rule such as contextual(smoothness=10), got {rule!r}")
+    check_rule(rule)
     report = _report(
         updates,
         samples=samples,

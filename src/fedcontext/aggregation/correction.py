@@ -11,7 +11,7 @@ import numpy as np
 from fedcontext.aggregation.combine import add_step
 from fedcontext.aggregation.decision import checked_step
 from fedcontext.aggregation.result import Aggregation, Before
-from fedcontext.aggregation.validation import NO_GRADIENT, checked_leaves, named
+from fedcontext.aggregation.validation import NO_GRADIENT, check_rule, checked_leaves, named
 from fedcontext.arrays.tree import FloatArray, Leaves, leaves, rebuild, to_numpy
 from fedcontext.errors import FedcontextError, shown
 from fedcontext.measurement.defences import OFF, Defences
@@ -49,10 +49,9 @@ def correct(result: Aggregation, changes: Structures, *, rule: AnyRule) -> Aggre
     >>> [round(loss, 1) for loss in losses]
     [9.5, 5.7, 4.6]
     """
+    check_rule(rule)
     if not corrects(rule):
-        raise FedcontextError(
-            f"rule '{getattr(rule, 'name', rule)}' does not correct its steps; contextual_memory() does"
-        )
+        raise FedcontextError(f"rule '{rule.name}' does not correct its steps; contextual_memory() does")
     if not isinstance(result, Aggregation):
         raise FedcontextError(f"result must be what aggregate returned, got {shown(result)}")
     before = result.before

@@ -15,7 +15,7 @@ from fedcontext.aggregation.validation import check_population, check_state, che
 from fedcontext.arrays.tree import FloatArray, Leaves, Structure, kind_of, leaf_name, leaves, rebuild, size_of
 from fedcontext.errors import FedcontextError
 from fedcontext.measurement.sums import Sums, flat, unflat
-from fedcontext.rules.base import AnyRule, State, SumRule
+from fedcontext.rules.base import AnyRule, State, SumRule, shown_rule
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class StreamedRound:
         """Return the params after the step of ``rule``; ``population`` is the total number of devices, where known."""
         if not isinstance(rule, SumRule):
             raise FedcontextError(
-                f"rule must work on sums over devices, such as contextual_memory(), got {rule!r:.100}"
+                f"rule must work on sums over devices, such as contextual_memory(), got {shown_rule(rule)}"
             )
         check_population(population)
         check_state(rule, state, differences=self.differences > 0)

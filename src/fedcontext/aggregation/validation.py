@@ -22,7 +22,7 @@ from fedcontext.arrays.tree import (
 from fedcontext.errors import FedcontextError, shown
 from fedcontext.measurement.defences import Defences
 from fedcontext.measurement.geometry import Name, Names, Report, Structures, Vectors
-from fedcontext.rules.base import AnyRule, CoordinateRule, Rule, State, SumRule
+from fedcontext.rules.base import AnyRule, CoordinateRule, Rule, State, SumRule, shown_rule
 
 NO_GRADIENT = "; leaves without a gradient, such as BatchNorm's running statistics, belong in buffers"
 
@@ -82,6 +82,19 @@ def validate(report: Report, base: Leaves, measured: set[str], strict: bool = Tr
         remaining_slopes=() if slopes is None else _values_of("remaining_slopes", slopes, devices),
         root_gradient=checked({} if root is None else {"the root gradient": root}, measured, NO_GRADIENT),
     )
+
+
+def check_rule(rule: object) -> None:
+    """Raise an error for what is no rule.
+
+    >>> from fedcontext.rules.memory import contextual_memory
+    >>> check_rule(contextual_memory)
+    Traceback (most recent call last):
+    ...
+    fedcontext.errors.FedcontextError: rule must be a rule such as contextual(smoothness=10), got a function; call it: contextual_memory()
+    """
+    if not isinstance(rule, AnyRule):
+        raise FedcontextError(f"rule must be a rule such as contextual(smoothness=10), got {shown_rule(rule)}")
 
 
 def check_population(population: object) -> None:

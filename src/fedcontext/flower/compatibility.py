@@ -10,7 +10,7 @@ from flwr.serverapp.strategy import FedAvg, Strategy
 
 from fedcontext.errors import FedcontextError, accepts, shown
 from fedcontext.rules import server as optimizers
-from fedcontext.rules.base import AnyRule
+from fedcontext.rules.base import AnyRule, shown_rule
 from fedcontext.rules.server import ServerOptimizer
 
 RuleOrFunction: TypeAlias = AnyRule | Callable[[ConfigRecord], AnyRule]
@@ -71,7 +71,7 @@ def checked_rule(rule: RuleOrFunction, server: ServerOptimizer | None) -> RuleOr
         _check_rule(rule, server)
     elif not accepts(rule, ConfigRecord()) or rule.__module__.startswith("fedcontext.rules."):
         raise FedcontextError(
-            f"rule must be a rule such as contextual_memory(), or a function of the train config, got {shown(rule)}"
+            f"rule must be a rule such as contextual_memory(), or a function of the train config, got {shown_rule(rule)}"
         )
     return rule
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
 from fedcontext.arrays.tree import FloatArray, Structure
-from fedcontext.errors import FedcontextError, positive, shown
+from fedcontext.errors import FedcontextError, accepts, positive, shown
 from fedcontext.measurement.combination import Combination
 from fedcontext.measurement.geometry import Geometry
 from fedcontext.measurement.sums import Sums
@@ -107,6 +108,17 @@ def asks_remaining_slopes(rule: AnyRule, state: State) -> bool:
 def corrects(rule: object) -> TypeGuard[SumRule]:
     """Return whether a rule corrects its steps in a second exchange with the probes."""
     return isinstance(rule, SumRule) and rule.correct is not None
+
+
+def shown_rule(given: object) -> str:
+    """Return what is no rule as an error message shows it; of a function that makes one, how to call it.
+
+    >>> shown_rule(stateless), shown_rule(3)
+    ('a function; call it: stateless(...)', '3')
+    """
+    if not inspect.isfunction(given) or not given.__name__.isidentifier():
+        return shown(given)
+    return f"a function; call it: {given.__name__}({'' if accepts(given) else '...'})"
 
 
 def _check_needs(name: str, needs: frozenset[Need]) -> None:
