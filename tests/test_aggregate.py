@@ -334,6 +334,11 @@ BAD = {
     "layers": ({"layers": ["conv"]}, "layers: no leaf 'conv'; there are weight, bias"),
     "buffers": ({"buffers": ["conv"]}, "buffers: no leaf 'conv'"),
     "nothing measured": ({"buffers": ["weight", "bias"]}, "no floating-point leaf enters the geometry"),
+    "integer params": ({"params": np.zeros(2, int), "updates": [np.ones(2)]}, "params must be floating point, got int64 alone"),
+    "integer leaf": (
+        {"params": {"w": np.zeros(2, int), "b": np.zeros(1)}, "updates": [{"w": np.ones(2), "b": np.ones(1)}]},
+        r"device 0: leaf 'w' must have dtype int64 \(or params floating point, if it is trained\), got float64",
+    ),
     "boolean": ({"params": {"mask": np.ones(2, bool)}, "updates": [{"mask": np.ones(2, bool)}]}, "params: leaf 'mask' must be real floating point or integer, got bool"),
     "overflow": (
         {"params": np.ones(2, np.float16), "updates": [np.ones(2, np.float16)], "gradient": np.full(2, -6e4, np.float16), "rule": fc.contextual(1e-3)},

@@ -61,6 +61,9 @@ def validate(report: Report, base: Leaves, measured: set[str], strict: bool = Tr
         if kind_of(leaf) == "other":
             raise FedcontextError(f"params: {leaf_name(name)} must be real floating point or integer, got {leaf.dtype}")
 
+    if base and all(kind_of(leaf) == "integer" for leaf in base.values()):
+        raise FedcontextError(f"params must be floating point, got {next(iter(base.values())).dtype} alone: convert them to float32 or float64")
+
     def checked(structures: Mapping[str, Structure], needed: set[str], advice: str = "") -> list[Leaves]:
         searched = set(base) - measured if strict else set()
         return [checked_leaves(owner, each, base, needed, searched, advice) for owner, each in structures.items()]
@@ -298,7 +301,9 @@ def _check_like(owner: str, name: str, leaf: Array, base: Array) -> None:
             f"{owner}: {leaf_name(name)} must have shape {tuple(base.shape)}, got {tuple(leaf.shape)}"
         )
     if leaf.dtype != base.dtype:
-        raise FedcontextError(f"{owner}: {leaf_name(name)} must have dtype {base.dtype}, got {leaf.dtype}")
+        trained = kind_of(leaf) == "floating" and kind_of(base) == "integer"
+        advice = " (or params floating point, if it is trained)" if trained else ""
+        raise FedcontextError(f"{owner}: {leaf_name(name)} must have dtype {base.dtype}{advice}, got {leaf.dtype}")
     if library.place(leaf) != library.place(base):
         raise FedcontextError(f"{owner}: {leaf_name(name)} must be on {library.place(base)}, got {library.place(leaf)}")
 
