@@ -285,7 +285,7 @@ def test_gradients_of_many_samples_on_a_cpu_warn_once():
             {"engine": "torch", "model": "gpt"},
             "model must be one of softmax, logistic, mlp, cnn-tiny, cnn-small, cnn, resnet18, got 'gpt'",
         ),
-        ({"engine": "torch", "model": "cnn"}, "needs square images of 1 or 3 channels, got 60 features"),
+        ({"engine": "torch", "model": "cnn"}, "needs square images of 1 or 3 channels, got 60 features; use model mlp"),
         (
             {"engine": "torch", "dataset": "synthetic-1-1-200", "probes": "cohort"},
             "engine 'torch' does not support data made on demand",

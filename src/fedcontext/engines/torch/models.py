@@ -160,13 +160,13 @@ def image_shape(features: int) -> Shape:
     >>> image_shape(60)
     Traceback (most recent call last):
     ...
-    fedcontext.errors.FedcontextError: this model needs square images of 1 or 3 channels, got 60 features
+    fedcontext.errors.FedcontextError: this model needs square images of 1 or 3 channels, got 60 features; use model mlp
     """
     for channels in (1, 3):
         side = math.isqrt(features // channels)
         if channels * side * side == features:
             return channels, side, side
-    raise FedcontextError(f"this model needs square images of 1 or 3 channels, got {features} features")
+    raise FedcontextError(f"this model needs square images of 1 or 3 channels, got {features} features; use model mlp")
 
 
 def _image(shape: Shape, least: int) -> Shape:
