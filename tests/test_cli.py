@@ -391,7 +391,9 @@ BAD = {
         "dataset 'minst' is unknown, did you mean mnist? dataset must",
     ),
     "data set with underscores": (["run", "--dataset", "synthetic_1_1"], ", did you mean synthetic-1-1?"),
-    "a folder": (["run", "--dataset", "."], "'.' is unknown, did you mean leaf:.?"),
+    "a LEAF folder": (["run", "--dataset", "leaf"], "'leaf' is unknown, did you mean leaf:leaf?"),
+    "another folder": (["run", "--dataset", "leaf/train"], "got 'leaf/train'; your own data run from Python only"),
+    "a LEAF folder without a name": (["run", "--dataset", "leaf:"], "dataset 'leaf:' has no path: write leaf:PATH"),
     "misspelt algorithm": (
         ["run", "--algorithm", "fedavg-contxtual"],
         "algorithm 'fedavg-contxtual' is unknown, did you mean fedavg-contextual? algorithm must be one of fedavg,",
@@ -539,6 +541,7 @@ def test_errors_are_one_or_two_lines_and_leave_no_file(tmp_path, case, monkeypat
     (tmp_path / "broken.toml").write_text("rounds = ")
     (tmp_path / "odd.toml").write_text("speed = 3")
     (tmp_path / "off.toml").write_text('defences = "off"')
+    (tmp_path / "leaf" / "train").mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEDCONTEXT_DATA", str(tmp_path / "none"))

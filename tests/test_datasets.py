@@ -303,6 +303,13 @@ def test_leaf_users_without_test_samples_and_other_widths(tmp_path):
         datasets.load_dataset(f"leaf:{tmp_path}/wide")
 
 
+@pytest.mark.data("mnist")
+@pytest.mark.parametrize("count", [0, 1_001, 100_000])
+def test_more_devices_than_mnist_has_are_refused_as_such(count):
+    with pytest.raises(FedcontextError, match=f"'mnist-{count}': devices must be from 1 to 1000, got {count}"):
+        datasets.load_dataset(f"mnist-{count}")
+
+
 def test_a_missing_leaf_folder_is_named(tmp_path):
     with pytest.raises(FedcontextError, match=r"no LEAF \.json file found"):
         datasets.load_dataset(f"leaf:{tmp_path}/nowhere")
@@ -653,6 +660,11 @@ LEAF_USER = {"x": [[1, 2, 3]] * 4, "y": [0, 1, 2, 0]}
         ({"y": 3}, "not LEAF JSON"),
         ({"y": [0, 1, 2, 0, 1, 2]}, "user 'a' has 4 x and 6 y"),
         ({"x": ["long text " * 1000] * 4}, "user 'a': x: could not convert"),
+        (
+            {"x": [[1, 2, 3]] * 3 + [[1, 2]]},
+            r"user 'a': x: samples must be of the same size, got lists of lengths \[2, 3\]$",
+        ),
+        ({"x": [[[1, 2], [3]]] * 4}, r"user 'a': x: samples must .* lengths \[1, 2\]$"),
         ({"x": [[1e300, 0, 0]] * 4}, "user 'a': x: features have NaN or infinite"),
         ({"x": [[], [], [], []]}, "user 'a': x: features must not be empty"),
     ],

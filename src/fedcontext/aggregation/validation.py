@@ -62,7 +62,9 @@ def validate(report: Report, base: Leaves, measured: set[str], strict: bool = Tr
             raise FedcontextError(f"params: {leaf_name(name)} must be real floating point or integer, got {leaf.dtype}")
 
     if base and all(kind_of(leaf) == "integer" for leaf in base.values()):
-        raise FedcontextError(f"params must be floating point, got {next(iter(base.values())).dtype} alone: convert them to float32 or float64")
+        raise FedcontextError(
+            f"params must be floating point, got {next(iter(base.values())).dtype} alone: convert them to float32 or float64"
+        )
 
     def checked(structures: Mapping[str, Structure], needed: set[str], advice: str = "") -> list[Leaves]:
         searched = set(base) - measured if strict else set()

@@ -50,20 +50,24 @@ def load_dataset(name: str, seed: int = 0) -> FederatedData:
         return replace(data, name=name)
     if name == "mnist":
         return mnist(seed)
-    if numbers := re.fullmatch(r"mnist-(\d{1,4})", name):
+    if numbers := re.fullmatch(r"mnist-(\d{1,18})", name):
         return first_devices(mnist(seed), int(numbers[1]), name)
     if name == "femnist":
         return femnist()
+    if name == "leaf:":
+        raise FedcontextError(
+            "dataset 'leaf:' has no path: write leaf:PATH, a folder with train/*.json and test/*.json"
+        )
     if name.startswith("leaf:"):
         return leaf(name.removeprefix("leaf:"))
-    suggestion = f"leaf:{name}" if _is_folder(name) else ""
+    suggestion = f"leaf:{name}" if _is_leaf(name) else ""
     accepted = f"one of {', '.join(NAMES)}"
     error = unknown_value_error("dataset", name, EXAMPLES, accepted=accepted, suggestion=suggestion)
     raise FedcontextError(f"{error}; your own data run from Python only, with data=...")
 
 
-def _is_folder(name: str) -> bool:
+def _is_leaf(name: str) -> bool:
     try:
-        return Path(name).is_dir()
+        return Path(name, "train").is_dir()
     except (OSError, ValueError):  # no path at all
         return False

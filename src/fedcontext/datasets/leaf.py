@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,16 @@ def _samples(name: str, count: int, data: dict[str, Any]) -> Samples:
         if count:
             check_arrays(features, labels)
     except (ValueError, OverflowError) as error:  # text, or rows of different lengths
-        raise FedcontextError(f"{user}: x: {shortened(str(error), 200)}") from None
+        lengths = _lengths(data["x"])
+        ragged = f"samples must be of the same size, got lists of lengths {shown(lengths)}"
+        raise FedcontextError(f"{user}: x: {ragged if len(lengths) > 1 else shortened(str(error), 200)}") from None
     return features, labels
+
+
+def _lengths(rows: Sequence[Any]) -> list[int]:
+    """Return the lengths of nested lists at the first depth where they differ, or at the last; 0 for a number."""
+    lengths = sorted({len(row) if isinstance(row, list) else 0 for row in rows})
+    return _lengths([each for row in rows for each in row]) if len(lengths) == 1 and lengths[0] else lengths
 
 
 def _labels(user: str, given: list[Any]) -> IntArray:
