@@ -97,7 +97,7 @@ def check_rule(rule: object) -> None:
     Traceback (most recent call last):
     ...
     fedcontext.errors.FedcontextError: rule must be a rule such as contextual(smoothness=10), got a function; call it: contextual_memory()
-    """
+    """  # noqa: W505
     if not isinstance(rule, AnyRule):
         raise FedcontextError(f"rule must be a rule such as contextual(smoothness=10), got {shown_rule(rule)}")
 
