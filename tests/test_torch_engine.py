@@ -272,6 +272,27 @@ def test_bfloat16_is_near_full_precision_and_keeps_params_in_it():
     assert 1e-5 < distance(moves, full.train(full.initial_params(), work)) < 0.05
 
 
+def test_small_models_train_on_one_thread_and_large_ones_on_all():
+    seen = []
+
+    class Watched(nn.Linear):
+        def forward(self, features):
+            seen.append(torch.get_num_threads())
+            return super().forward(features)
+
+    torch.set_num_threads(2)
+    try:
+        for hidden, threads in ((8, 1), (20_000, 2)):
+            module = nn.Sequential(Watched(6, hidden), nn.Tanh(), nn.Linear(hidden, 3))
+            engine = TorchEngine(some_data(), module, vectorize=False, **CPU)
+            seen.clear()
+            engine.train(engine.initial_params(), some_work())
+            assert set(seen) == {threads}
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_the_start_follows_the_seed_and_leaves_global_randomness_alone():
     before = torch.get_rng_state()
     first, again, other = (TorchEngine(some_data(), perceptron, seed=s, **CPU).initial_params() for s in (1, 1, 2))

@@ -27,6 +27,9 @@ from fedcontext.errors import FedcontextError, unknown_value_error
 from fedcontext.plan import IntArray
 
 FEATURES_PER_PASS = {"cpu": 2**14, "cuda": 2**23}  # more is slower on a CPU: activations leave the caches
+SMALL = (
+    100_000  # parameters of a model that one CPU thread trains as fast as several, beside other work many times faster
+)
 MANY_SAMPLES = 100_000  # per gradient; more take a CPU minutes for a CNN
 ONE_BY_ONE = "; vectorize=False trains one device after another"
 
@@ -135,7 +138,7 @@ class TorchEngine:
         else:
             updates = []
             for row, device in enumerate(work.devices.tolist()):
-                with _explained(f"device {device}"):
+                with _explained(f"device {device}"), self._threads():
                     updates.append(train_device(self.task, params, row, work))
             finite = [torch.stack([leaf.isfinite().all() for leaf in update.values()]).all() for update in updates]
         updates = [{name: update[name] for name in params} for update in updates]
@@ -203,6 +206,17 @@ class TorchEngine:
                 "fewer probes (probes=20) or a GPU (device='cuda') would be faster",
                 stacklevel=3,
             )
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        """Train small models on one CPU thread: several wait for each other at every operation on a mini-batch."""
+        small = self.device.type == "cpu" and sum(map(Tensor.numel, self.task.module.parameters())) < SMALL
+        before = torch.get_num_threads()
+        torch.set_num_threads(1 if small else before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def _check(self, params: Params, devices: IntArray) -> None:
         self.task.check_params(params)
