@@ -199,16 +199,17 @@ def test_a_setting_is_refused_exactly_where_it_has_no_effect(algorithm):
     others |= {"sketch": 5, "exchanges": 1, "max_gradient": 1, "max_samples": 1}
     rare = {"max_step": 1, "max_descent": 1, "max_concavity": 0.1}  # may change nothing where they are used, too
 
-    def losses(**changed):
-        return [each.loss for each in fc.train(**{**usual, **changed}, algorithm=algorithm).records]
+    def results(**changed):
+        records = fc.train(**{**usual, **changed}, algorithm=algorithm).records
+        return [(each.loss, each.promised_change) for each in records]
 
     def changes(name, value):
         try:
-            return losses(**{name: value}) != as_usual
+            return results(**{name: value}) != as_usual
         except fc.FedcontextError:  # no sketches for this rule, in words of its own
             return True
 
-    as_usual, unused = losses(), unused_settings(algorithm)
+    as_usual, unused = results(), unused_settings(algorithm)
     assert unused - set(rare) == {name for name, value in others.items() if not changes(name, value)}
     assert not any(changes(name, rare[name]) for name in unused & set(rare))
 
@@ -431,6 +432,11 @@ BAD = {
         "set probes to cohort or a number below 200, devices_per_round and pool to fewer together",
     ),
     "out is a file": (["run", "--out", "odd.toml", "--rounds", "1"], "odd.toml"),
+    "grid of one": (["tune", "--algorithm", "fedprox", "--grid", "mu=5"], "grid must have at least two combinations"),
+    "grid without effect": (
+        ["tune", "--algorithm", "fedavg", "--grid", "mu=5"],
+        "mu has no effect on algorithm 'fedavg'",
+    ),
     "epochs": (
         ["run", "--epochs", "5..1"],
         "epochs must be an integer of at least 1 or an ascending range such as 1..20, got '5..1'",

@@ -175,7 +175,7 @@ def _weighs_probes(algorithm: Algorithm) -> bool:
     return isinstance(algorithm.rule, Rule) and "gradient" in algorithm.rule.needs
 
 
-# Whether an algorithm, made with averaging by samples, uses a setting; those that are not here are used by all.
+# Whether an algorithm, made with averaging by samples, uses a setting; those that are not here are accepted for all.
 USES: dict[str, Callable[[Algorithm], bool]] = {
     "probes": _needs("gradient"),
     "gradient_averaging": _needs("gradient"),
@@ -209,7 +209,8 @@ def unused_settings(name: str) -> set[str]:
             return super().__getattribute__(setting)
 
     algorithm = ALGORITHMS[name](Traced(learning_rate=0.1, smoothness=10.0, averaging="samples"))
-    unread = {"mu", "smoothness", "server_momentum", "liars"} - used
+    bounded = {"smoothness"} if "own gradients" in algorithm.rule.needs else set()  # at which a bound is reported
+    unread = {"mu", "smoothness", "server_momentum", "liars"} - used - bounded
     return unread | {setting for setting, uses in USES.items() if not uses(algorithm)}
 
 

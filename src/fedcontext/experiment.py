@@ -64,7 +64,7 @@ class Experiment:
     devices_per_round: int = setting(
         10,
         integer(1),
-        "Devices that train in each round (K); left out, all of a data set with fewer",
+        "Devices that train in each round (K); left out, all of mnist-N or synthetic-A-B-N with a smaller N",
         aliases=("k", "cohort", "clients_per_round"),
     )
     probes: int | Literal["cohort", "all"] = setting(
@@ -237,11 +237,16 @@ def checked(name: str, value: Any) -> Any:
 def experiment_from(settings: Mapping[str, Any]) -> Experiment:
     """Return the experiment with these settings, after checking their names.
 
-    >>> experiment_from({"dataset": "mnist", "rounds": "5"}).rounds
-    5
-    """
+    Where devices_per_round is left out and the name of the data says that there are fewer devices, all of them train.
+
+    >>> experiment_from({"dataset": "mnist", "rounds": "5"}).rounds, experiment_from({"dataset": "mnist-8"}).devices_per_round
+    (5, 8)
+    """  # noqa: W505
     settings = with_limits(settings)
     check_names(settings)
+    count = re.fullmatch(r"(?:mnist|synthetic-[\d.]+-[\d.]+)-(\d{1,18})", str(settings.get("dataset", "")))
+    if count and 0 < int(count[1]) < Experiment.devices_per_round:
+        settings.setdefault("devices_per_round", int(count[1]))
     return Experiment(**settings)
 
 

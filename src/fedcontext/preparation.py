@@ -237,9 +237,8 @@ def simulate(
 ) -> Iterator[tuple[State, RoundRecord]]:
     """Yield the state and the record of every round of an `Experiment`, or of the one that ``settings`` describe.
 
-    ``algorithm``, ``engine`` and ``model`` are names of settings, or objects as in `prepare`. Where ``settings`` leave
-    devices_per_round out, at most all devices of the data train in a round. To continue after a state, use
-    `Simulation.run` of what `prepare` returns.
+    ``algorithm``, ``engine`` and ``model`` are names of settings, or objects as in `prepare`. Unless set, at most all
+    devices of ``data`` train in a round. To continue after a state, use `Simulation.run` of what `prepare` returns.
 
     >>> import fedcontext as fc
     >>> records = [record for _, record in fc.simulate(dataset="synthetic-iid", algorithm="fedavg", rounds=3)]
@@ -253,25 +252,14 @@ def simulate(
         raise FedcontextError("give an Experiment or settings, not both")
     if data is not None and settings.setdefault("dataset", data.name) != data.name:
         raise FedcontextError(f"give data or a dataset, not both: data is {data.name!r}, got {settings['dataset']!r}")
+    if experiment is None and data is not None:
+        settings.setdefault("devices_per_round", min(Experiment.devices_per_round, data.population))
     if model is not None and not isinstance(model, str):
         name = checked("engine", settings.get("engine", "auto"))
         if name not in ("auto", "torch"):
             raise _wrong_engine(name)
     objects = {name: None if isinstance(value, str) else value for name, value in named.items()}
-    return prepare(experiment or experiment_from(with_cohort(settings, data)), data=data, **objects).run()
-
-
-def with_cohort(settings: Mapping[str, Any], data: FederatedData | None = None) -> dict[str, Any]:
-    """Return settings, with the number of devices as devices_per_round if that is left out and its default is larger.
-
-    >>> with_cohort({"dataset": "synthetic-1-1-8"}), with_cohort({"dataset": "synthetic-1-1"})
-    ({'dataset': 'synthetic-1-1-8', 'devices_per_round': 8}, {'dataset': 'synthetic-1-1'})
-    """
-    usual = experiment_from(settings)
-    if "devices_per_round" in settings:
-        return dict(settings)
-    population = (data or load_dataset(usual.dataset, usual.data_seed)).population
-    return {**settings, **({"devices_per_round": population} if population < usual.devices_per_round else {})}
+    return prepare(experiment or experiment_from(settings), data=data, **objects).run()
 
 
 def train(experiment: Experiment | None = None, **given: Any) -> Trained:

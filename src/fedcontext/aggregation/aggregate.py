@@ -62,7 +62,7 @@ def aggregate(
     defences: Defences | None = Defences(),  # noqa: B008
     scratch: int = SCRATCH,
 ) -> Aggregation:
-    """Return the params after one aggregation: w + Σ αₖ Δₖ (eq. 4) with the weights of a `Rule`, or w + another's step.
+    """Return the params after one aggregation: w + Σ αₖ Δₖ (eq. 4) for a `Rule`, w + its step for others.
 
     Everything is checked first, and nothing that was passed in is changed, except ``out``, which is written last. A
     `Rule` reads the updates twice, block by block: once for the inner products, once for the sum. They may be

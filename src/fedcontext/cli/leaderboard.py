@@ -29,11 +29,11 @@ from fedcontext.cli.options import (
 )
 from fedcontext.cli.tables import plain_table
 from fedcontext.console import out, print_line
+from fedcontext.errors import FedcontextError
 from fedcontext.experiment import experiment_from
 from fedcontext.files.storage import check_folder, lock, write_text
 from fedcontext.files.toml import to_toml
 from fedcontext.leaderboard import entries
-from fedcontext.preparation import with_cohort
 from fedcontext.runner import missing_experiments
 
 Names = Annotated[str, typer.Option(metavar="NAMES", help="Comma-separated names. [default: all]")]
@@ -127,14 +127,16 @@ def tune(
     from fedcontext.leaderboard.tuning import tune as choose
 
     check_folder(out_dir)
-    settings = with_cohort(settings)
     task = entries.Task("tune", "", {**settings, "rounds": experiment_from(settings).rounds}, levels_from(levels))
     entrant = entries.Entrant("tune", {}, parse_grid(grid))
     tuning = [experiment_from({**settings, "seed": seed}).seed for seed in seeds_from(seeds)]
-    experiments = tuning_experiments(task, entrant, tuning)
-    algorithms = list(dict.fromkeys(each.algorithm for each in experiments))
-    check_used({name: values[0] for name, values in entrant.grid.items() if algorithms}, algorithms)
-    missing = missing_experiments(experiments, out_dir)
+    candidates = [experiment_from({**settings, **each}) for each in entrant.candidates()]
+    check_used(
+        {name: values[0] for name, values in entrant.grid.items()}, list(dict.fromkeys(c.algorithm for c in candidates))
+    )
+    if len(candidates) == 1:
+        raise FedcontextError("grid must have at least two combinations of values to choose from, got one")
+    missing = missing_experiments(tuning_experiments(task, entrant, tuning), out_dir)
     with interruptible(out_dir, REUSED), progress("tune", sum(each.rounds for each in missing), quiet) as on_round:
         run_missing(missing, out_dir, jobs, on_round)
     best = choose(task, entrant, tuning, out_dir)

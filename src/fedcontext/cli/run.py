@@ -33,7 +33,6 @@ from fedcontext.cli.options import (
 from fedcontext.cli.tables import LEGEND, comparison, excluded_replies, lost_rounds
 from fedcontext.console import out, print_line
 from fedcontext.experiment import Experiment, experiment_from
-from fedcontext.preparation import with_cohort
 from fedcontext.records import RoundRecord
 from fedcontext.results.diagnosis import diagnose, findings_over_seeds
 from fedcontext.results.summary import LEVELS, outcome, summarise
@@ -80,7 +79,7 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Run one algorithm and write a record of every round."""
-    experiment, chosen = experiment_from(with_cohort(settings)), levels_from(levels)
+    experiment, chosen = experiment_from(settings), levels_from(levels)
     with (
         interruptible(out_dir, _how_to_continue(resume)),
         follow([experiment], out_dir, quiet=quiet, report=report, levels=chosen, track=track) as on_round,
@@ -156,7 +155,7 @@ def _experiments(settings: dict[str, Any]) -> list[Experiment]:
     seeds = seeds_from(settings.pop("seeds", str(settings.pop("seed", SEEDS))))
     datasets = distinct("dataset", settings.pop("dataset")) if "dataset" in settings else [DATASET]
     return [
-        experiment_from(with_cohort({**settings, "dataset": dataset, "algorithm": name, "seed": seed}))
+        experiment_from({**settings, "dataset": dataset, "algorithm": name, "seed": seed})
         for dataset in datasets
         for name in names
         for seed in seeds

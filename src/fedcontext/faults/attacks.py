@@ -171,7 +171,9 @@ ATTACKS = {
     "gradient-flip": Attack("send the opposite of their gradient", _gradients_times(-1.0)),
     "change-scaling": Attack("lie in the second exchange alone: send the change of their gradient times 1e6"),
     "change-flip": Attack("lie in the second exchange alone: send the opposite of the change of their gradient"),
-    "two-faced": Attack("send a random direction as update, and a steep gradient that favours it", _two_faced),
+    "two-faced": Attack(
+        "send a random direction as update, and in both exchanges gradients that favour it", _two_faced
+    ),
     "backdoor": Attack(
         "train on samples with a trigger, labelled 0, and add a step down the gradient to the update", _backdoor
     ),

@@ -65,11 +65,11 @@ def seed_of(run: Run) -> str:
     return str(run.settings.get("seed", "unknown"))[:MAX_TEXT]
 
 
-def group_runs(runs: Sequence[Run], order: Sequence[str] = tuple(ALGORITHMS)) -> list[Group]:
+def group_runs(runs: Sequence[Run], order: Sequence[str] = ()) -> list[Group]:
     """Return the runs of one data set in groups, labelled by algorithm and by the settings that differ.
 
     Runs that differ in their rounds alone are one group: of the same seed the longest counts. The groups are in the
-    ``order`` of their algorithms; unknown ones come last.
+    ``order`` of their algorithms, by default that of `ALGORITHMS`; unknown ones come last.
     """
     by_settings: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
@@ -101,7 +101,7 @@ def _longest(runs: list[Run]) -> list[Run]:
 
 
 def _rank(algorithm: str, order: Sequence[str]) -> int:
-    return [*order, algorithm].index(algorithm)
+    return [*(order or ALGORITHMS), algorithm].index(algorithm)
 
 
 def _natural_key(label: str) -> list[str | float]:

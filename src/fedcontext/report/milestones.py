@@ -17,9 +17,14 @@ MAX_LEVELS = 5
 TOLERANCE = 1e-9  # rounding error allowed before the bound counts as violated
 
 
-def accuracy_levels(groups: Sequence[Group]) -> list[float]:
-    """Return the accuracies to show: the highest that more than half of the runs of some group reached."""
+def accuracy_levels(groups: Sequence[Group], wanted: Sequence[float] = ()) -> list[float]:
+    """Return the accuracies to show: those wanted, unless they are the usual ones and none of them was reached.
+
+    Then they are the highest that more than half of the runs of some group reached.
+    """
     best = max((_median_best(group) for group in groups), default=0.0)
+    if wanted and (tuple(wanted) != LEVELS or min(wanted) <= best):
+        return list(wanted)
     return [level for level in CANDIDATES if level <= best][-MAX_LEVELS:]
 
 

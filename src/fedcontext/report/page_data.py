@@ -30,12 +30,12 @@ def page_data(
     problems: Sequence[str] = (),
     status: str = "",
     levels: Sequence[float] = (),
-    order: Sequence[str] = tuple(ALGORITHMS),
+    order: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the data of the page about ``runs``; ``status`` is their progress while they are still running.
 
-    ``levels`` are the accuracies whose cost is shown, by default `accuracy_levels` of each data set, and ``order`` is
-    that of the algorithms.
+    ``levels`` are the accuracies whose cost is shown where one of them was reached, and ``order`` is that of the
+    algorithms.
     """
     by_dataset: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
@@ -54,7 +54,7 @@ def _dataset(
     name: str, runs: Sequence[Run], run_count: int, levels: Sequence[float], order: Sequence[str]
 ) -> dict[str, Any]:
     groups = group_runs(runs, order)
-    levels = levels or accuracy_levels(groups)
+    levels = accuracy_levels(groups, levels)
     points = min(600, max(40, MAX_POINTS // len(groups)))
     summaries = {group.label: [summarise(run.records, levels) for run in group.runs] for group in groups}
     return {

@@ -211,9 +211,7 @@ def _slow(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> Findin
 def _without_simulated(settings: Mapping[str, Any]) -> str:
     """Return the advice to leave out an attack and faults that a simulation was asked for, "" if there are none."""
     given = {name: settings.get(name) for name in ("attack", "faults")}
-    texts = [
-        f"{name} (now {shortened(str(value), 80)})" for name, value in given.items() if value not in (None, "none")
-    ]
+    texts = [f"{name} (now {shortened(str(value), 80)})" for name, value in given.items() if value and value != "none"]
     return f"try it without {' and '.join(texts)} first" if texts else ""
 
 
@@ -238,8 +236,11 @@ def _usual_value(settings: Mapping[str, Any], longer: bool = False) -> str:
 
 def _longer_steps(settings: Mapping[str, Any]) -> str:
     """Return which setting makes the steps longer."""
-    advice = _usual_value(settings, longer=True) or _without_simulated(settings)
-    return advice or _changed("learning_rate", settings, 10) + _or_memory(settings)
+    if advice := _usual_value(settings, longer=True) or _without_simulated(settings):
+        return advice
+    if 10 * (_number("learning_rate", settings) or 0) <= COMMON_RATES[1]:
+        return _changed("learning_rate", settings, 10) + _or_memory(settings)
+    return _or_memory(settings).removeprefix(", or ") or "check that features and labels belong together"
 
 
 def _shorter_steps(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> str:

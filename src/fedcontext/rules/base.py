@@ -111,12 +111,12 @@ def corrects(rule: object) -> TypeGuard[SumRule]:
 
 
 def shown_rule(given: object) -> str:
-    """Return what is no rule as an error message shows it; of a function that makes one, how to call it.
+    """Return what is no rule as an error message shows it; of a function of ours that makes one, how to call it.
 
     >>> shown_rule(stateless), shown_rule(3)
     ('a function; call it: stateless(...)', '3')
     """
-    if not inspect.isfunction(given) or not given.__name__.isidentifier():
+    if not inspect.isfunction(given) or not given.__module__.startswith("fedcontext.rules."):
         return shown(given)
     return f"a function; call it: {given.__name__}({'' if accepts(given) else '...'})"
 
