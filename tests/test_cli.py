@@ -433,10 +433,6 @@ BAD = {
     ),
     "out is a file": (["run", "--out", "odd.toml", "--rounds", "1"], "odd.toml"),
     "grid of one": (["tune", "--algorithm", "fedprox", "--grid", "mu=5"], "grid must have at least two combinations"),
-    "grid without effect": (
-        ["tune", "--algorithm", "fedavg", "--grid", "mu=5"],
-        "mu has no effect on algorithm 'fedavg'",
-    ),
     "epochs": (
         ["run", "--epochs", "5..1"],
         "epochs must be an integer of at least 1 or an ascending range such as 1..20, got '5..1'",
