@@ -32,7 +32,8 @@ class Fedcontext:
         updates = self.engine.train(self.state, Work(0, number + 1, devices, epochs, sgd(RATE, BATCH)))
         samples = self.work.samples(number)
         if self.through_aggregate:
-            self.state = fc.aggregate(self.state, updates, rule=fc.by_samples(), samples=samples).params
+            rule = fc.by_samples()  # without defences, which would cap the sample counts
+            self.state = fc.aggregate(self.state, updates, rule=rule, samples=samples, defences=None).params
         else:
             self.state = self.state.copy()
             for share, update in zip((samples / samples.sum()).astype(np.float32), updates, strict=True):
