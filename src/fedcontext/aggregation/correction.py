@@ -28,9 +28,9 @@ def correct(result: Aggregation, changes: Structures) -> Aggregation:
     rounds. A correction is at most as long as the step itself; a result is corrected once. Where no change is usable,
     the result is returned as it is.
 
-    Rule, population, buffers and defences are those of `aggregate`: changes are clipped like gradients, or relative to their
-    own median where that is larger; those that are not finite, or contradict the others along the step, are not used.
-    Both are named in ``clipped``.
+    Rule, population, buffers and defences are those of `aggregate`: changes are clipped like gradients, or relative to
+    their own median where that is larger; those that are not finite, or contradict the others along the step, are not
+    used. Both are named in ``clipped``.
 
     Args:
         result: what `aggregate` returned; ``result.probes`` names the probes whose gradients it used. The params that
