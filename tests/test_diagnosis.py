@@ -197,6 +197,19 @@ def test_a_learning_rate_that_is_a_little_small_is_raised_tenfold_and_one_far_of
     assert finding.advice.startswith(advice)
 
 
+@pytest.mark.parametrize(
+    ("rate", "advice"),
+    [
+        (0.1, "try it without attack (now scaling=0.6) first"),
+        (0.3, "try it without attack (now scaling=0.6) first"),
+        (1.0, "set learning_rate to 0.01 (now 1)"),
+    ],
+)
+def test_an_attack_is_named_before_a_learning_rate_that_is_only_a_little_large(rate, advice):
+    (finding,) = fc.diagnose(losses(2.3, math.nan), {"learning_rate": rate, "attack": "scaling=0.6"})
+    assert finding.advice == advice
+
+
 def test_a_negative_loss_does_not_hide_one_that_is_not_finite():
     (finding,) = fc.diagnose(losses(-1.0, math.nan))
     assert str(finding).startswith("the loss exploded: it was -1 at first and is nan now")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -350,6 +351,19 @@ def test_the_leaderboard_writes_docs_and_the_numbers_of_recommend(tmp_path):
     assert read_results(tmp_path / "published.json") == read_results(tmp_path / "runs/leaderboard/results.json")
     done = call("recommend", "--no-probes")
     assert (done.returncode, done.stdout.splitlines()[0].split(":")[0]) == (0, "fedavg")
+
+
+@pytest.mark.usefixtures("tiny_entries")
+def test_docs_keep_the_published_rows_that_earlier_local_results_lack(tmp_path):
+    assert call("leaderboard", "--jobs", 1, "--entrants", "fedavg").returncode == 0
+    local = tmp_path / "runs/leaderboard/results.json"
+    published = [{**each, "task": name} for each in json.loads(local.read_text()) for name in ("other", each["task"])]
+    (tmp_path / "published.json").write_text(json.dumps(published))
+    done = call("leaderboard", "--jobs", 1, "--entrants", "memory", "--docs", "docs")
+    assert done.returncode == 0, done.stderr
+    rows = {each.task: set(each.rows) for each in read_results(tmp_path / "published.json")}
+    assert rows == {"other": {"fedavg"}, "tiny": {"fedavg", "memory"}}
+    assert "### other" in (tmp_path / "docs" / "leaderboard.md").read_text("utf-8")
 
 
 @pytest.mark.usefixtures("tiny_entries")

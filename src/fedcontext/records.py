@@ -34,10 +34,12 @@ def described(default: Any, about: str) -> Any:
 class RoundRecord:
     """The metrics of one round; None where a metric was not evaluated or is not defined.
 
-    A field ``x: float | None`` is added at the end and filled in `round_record` (the fields of `Motion` are copied
-    there); it is then read back, exported and tracked. Another type needs a line in ``KINDS`` of `results.export`. What
-    is about the rule's own step is cleared under a server optimiser, in `Simulation._record` and `flower.exclusion`.
-    What is drawn of it is up to `report.page_data` and ``report/assets/charts.js``.
+    A field is added at the end and filled in `round_record` (the fields of `Motion` are copied there); it is then read
+    back, exported and tracked. One of type ``float | None`` is a metric, one of ``int`` or ``float`` a cost, at least 0
+    and summed up in exported tables, and one of ``dict[int, str]`` a note by device; ``bool``, ``str`` and
+    ``list[float]`` are exported as they are, and other types need a line in ``KINDS`` of `results.export`. Values about
+    the rule's own step are cleared under a server optimiser, in `Simulation._record` and `flower.exclusion`. What is
+    drawn is up to `report.page_data` and ``report/assets/charts.js``.
     """
 
     number: int = field(metadata={"about": "the round, from 1"})

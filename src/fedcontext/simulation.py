@@ -200,7 +200,7 @@ class Simulation:
         samples, deadline = self.data.train.sizes, self.experiment.deadline or None
         in_time, received = second_replies(self.fleet, received, devices, samples, model_bytes, cost, deadline)
         changes = self._changes(state, result.params, number, devices[in_time])
-        result = correct(result, changes, rule=self.algorithm.rule)
+        result = correct(result, changes)
         late = {int(device): f"{CHANGE}: missed the deadline" for device in devices[~in_time]}
         return replace(result, screened=result.screened.with_notes(late)), received
 

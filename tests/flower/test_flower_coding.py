@@ -117,7 +117,7 @@ def test_uncoded_gradients_give_the_aggregation_of_exact_vectors() -> None:
             state=state,
         )
         changes = [{"w": gradient(result.params, c)[0]["w"] - g["w"]} for c, g in zip(contexts, own, strict=True)]
-        result = fc.correct(result, changes, rule=fc.contextual_memory())
+        result = fc.correct(result, changes)
         params, previous, state = result.params, params, result.state
         assert previous or min(end / start for end, start in slopes) > 0.375  # enough for a longer first step
     for name, array in arrays_of(strategy.result.arrays).items():

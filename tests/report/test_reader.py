@@ -14,7 +14,7 @@ from fedcontext.errors import FedcontextError
 from fedcontext.records import RoundRecord, read_run
 from fedcontext.report.html import to_json
 from fedcontext.report.page_data import page_data
-from fedcontext.results.reader import read_file, read_runs
+from fedcontext.results.reader import coerce_row, read_file, read_runs
 from fedcontext.results.run_file import write_records
 
 ANY_JSON = st.recursive(
@@ -48,6 +48,11 @@ def test_a_last_line_cut_short_is_skipped_and_reported(runs: Path, tmp_path: Pat
 def test_a_round_written_twice_counts_once_with_its_last_word(write_run) -> None:
     run = read_file(write_run([{"number": 1, "loss": 3}, {"number": 2, "loss": 2}, {"number": 1, "loss": 1}]))
     assert [(row["number"], row["loss"]) for row in run.rows] == [(1, 1.0), (2, 2.0)]
+
+
+def test_a_row_has_every_field_of_a_record_whatever_it_was_given() -> None:
+    absurd = {each.name: "absurd" for each in dataclasses.fields(RoundRecord)}
+    assert coerce_row(absurd, 3) == coerce_row({}, 3) == vars(RoundRecord(3))
 
 
 @pytest.mark.parametrize(

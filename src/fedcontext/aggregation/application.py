@@ -146,14 +146,14 @@ def apply_step(rule: SumRule | CoordinateRule, inputs: Inputs) -> Aggregation:
         screened=screened,
         info=info,
         motion=motion,
-        before=_before(inputs) if corrects(rule) else None,
+        before=_before(rule, inputs) if corrects(rule) else None,
     )
 
 
-def _before(inputs: Inputs) -> Before:
+def _before(rule: SumRule, inputs: Inputs) -> Before:
     """Return what a correction of the step needs."""
     report = inputs.report
-    return Before(inputs.params, inputs.measured, inputs.defences, report.population, report.distortions[1])
+    return Before(rule, inputs.params, inputs.measured, inputs.defences, report.population, report.distortions[1])
 
 
 def _rows(names: Iterable[str], updates: Sequence[Leaves], kept: BoolArray) -> Rows:

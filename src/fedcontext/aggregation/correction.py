@@ -11,17 +11,16 @@ import numpy as np
 from fedcontext.aggregation.combine import add_step
 from fedcontext.aggregation.decision import checked_step
 from fedcontext.aggregation.result import Aggregation, Before
-from fedcontext.aggregation.validation import NO_GRADIENT, check_rule, checked_leaves, named
+from fedcontext.aggregation.validation import NO_GRADIENT, checked_leaves, named
 from fedcontext.arrays.tree import FloatArray, Leaves, leaves, rebuild, to_numpy
 from fedcontext.errors import FedcontextError, shown
 from fedcontext.measurement.defences import OFF, Defences
 from fedcontext.measurement.geometry import Name, Structures
 from fedcontext.measurement.screening import screen_changes
 from fedcontext.measurement.sums import dot, flat, sum_of_changes, unflat
-from fedcontext.rules.base import AnyRule, corrects
 
 
-def correct(result: Aggregation, changes: Structures, *, rule: AnyRule) -> Aggregation:
+def correct(result: Aggregation, changes: Structures) -> Aggregation:
     """Return the aggregation with a better step, from how the gradients of probes change over the proposed one.
 
     It takes a second, short exchange with the probes of the round: send them ``result.params``, and let each return its
@@ -29,9 +28,9 @@ def correct(result: Aggregation, changes: Structures, *, rule: AnyRule) -> Aggre
     rounds. A correction is at most as long as the step itself; a result is corrected once. Where no change is usable,
     the result is returned as it is.
 
-    Population, buffers and defences are those of `aggregate`: changes are clipped like gradients, or relative to their
-    own median where that is larger; those that are not finite, or contradict the others along the step, are not used.
-    Both are named in ``clipped``.
+    Rule, population, buffers and defences are those of `aggregate`: changes are clipped like gradients, or relative to
+    their own median where that is larger; those that are not finite, or contradict the others along the step, are not
+    used. Both are named in ``clipped``.
 
     Args:
         result: what `aggregate` returned; ``result.probes`` names the probes whose gradients it used. The params that
@@ -39,25 +38,22 @@ def correct(result: Aggregation, changes: Structures, *, rule: AnyRule) -> Aggre
         changes: each probe's gradient at ``result.params`` minus that at the params before, like these without the
             buffers: one for each of ``result.probes``, in this order, or a mapping by their names, in which some may be
             missing. They are sent in the code of ``differences``, if in any.
-        rule: the rule of `aggregate`.
 
     >>> import numpy as np, fedcontext as fc
     >>> w, curvature, rule = np.array([4.0, 1.0]), np.array([1.0, 3.0]), fc.contextual_memory()
     >>> result = fc.aggregate(w, [np.array([-1.0, -0.1])], gradients=[curvature * w], rule=rule)
-    >>> corrected = fc.correct(result, [curvature * (result.params - w)], rule=rule)
+    >>> corrected = fc.correct(result, [curvature * (result.params - w)])
     >>> losses = [float(curvature @ model**2) / 2 for model in (w, result.params, corrected.params)]
     >>> [round(loss, 1) for loss in losses]
     [9.5, 5.7, 4.6]
     """
-    check_rule(rule)
-    if not corrects(rule):
-        raise FedcontextError(f"rule '{rule.name}' does not correct its steps; contextual_memory() does")
     if not isinstance(result, Aggregation):
         raise FedcontextError(f"result must be what aggregate returned, got {shown(result)}")
     before = result.before
     if before is None:
         raise FedcontextError(
-            "result must be of aggregate with this rule, and not corrected yet: correct each result once"
+            "this result cannot be corrected: its rule does not correct steps (contextual_memory() does), or it was "
+            "corrected before (correct each result once)"
         )
     base, measured = leaves(before.params), before.measured
     rows = _checked(changes, result, base, before)
@@ -73,6 +69,7 @@ def correct(result: Aggregation, changes: Structures, *, rule: AnyRule) -> Aggre
     if not sums.finite:
         raise FedcontextError("the squares of the changes overflow float64; leave defences on, or scale the loss down")
     error = sums.difference_error(np.inf if before.population is None else before.population)
+    rule = before.rule
     assert rule.correct
     returned = rule.correct(sums.mean_difference, error, result.state)
     return _with_step(result, base, before, *checked_step(returned, len(step), f"rule '{rule.name}': correct"))
@@ -100,15 +97,12 @@ def _checked(changes: Structures, result: Aggregation, base: Leaves, before: Bef
 
 
 def _check_unchanged(base: Leaves, after: Leaves, step: FloatArray, measured: list[str]) -> None:
-    """Raise an error if the params before are now those that the step led to: the step would be applied twice."""
-
-    def equal(one: Leaves, other: Leaves) -> bool:
-        return all(np.array_equal(to_numpy(one[name]), to_numpy(other[name])) for name in measured)
-
-    if equal(base, after) and not equal(_moved(base, step, measured), base):
+    """Raise an error if the params before and the step no longer give the params after: some were changed in place."""
+    moved = _moved(base, step, measured)
+    if not all(np.array_equal(to_numpy(moved[name]), to_numpy(after[name])) for name in measured):
         raise FedcontextError(
-            "the params that aggregate was called with have become result.params, so the step would be applied twice; "
-            "call aggregate with a copy of a model that you change in place"
+            "the params that aggregate was called with, or result.params, have been changed in place since, so the "
+            "corrected step would start elsewhere; call aggregate with a copy of a model that you change in place"
         )
 
 

@@ -13,7 +13,7 @@ from fedcontext.measurement.defences import Defences
 from fedcontext.measurement.geometry import Geometry, Name, shares
 from fedcontext.measurement.screening import Screened
 from fedcontext.measurement.sums import Sums, dot
-from fedcontext.rules.base import State
+from fedcontext.rules.base import State, SumRule
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,9 @@ class Motion:
 
 @dataclass(frozen=True)
 class Before:
-    """What `correct` needs to know of an aggregation: the params before it, and how it measured vectors."""
+    """What `correct` needs to know of an aggregation: its rule, the params before it, and how it measured vectors."""
 
+    rule: SumRule
     params: Structure
     measured: list[str]  # the leaves that gradients have
     defences: Defences

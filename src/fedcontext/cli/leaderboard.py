@@ -77,7 +77,7 @@ def leaderboard(
     path = out_dir / "results.json"
     given = {"quick": quick, "group": group, "tasks": tasks, "entrants": entrants, "device": device, "docs": docs}
     with interruptible(out_dir, REUSED), lock(path):
-        kept = path if docs is None or path.exists() else results.PUBLISHED  # whose other rows stay
+        kept = path if docs is None else results.PUBLISHED  # whose other rows stay
         earlier = results.read_results(kept) if kept.exists() and not quick else []
         made = board.compete(
             chosen,

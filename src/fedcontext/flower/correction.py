@@ -18,7 +18,6 @@ from fedcontext.flower.messages import Round, Task, message_for, parse_replies
 from fedcontext.flower.protocol import Arrays, array_bytes
 from fedcontext.measurement.screening import CHANGE
 from fedcontext.plan import Stream, second_probes
-from fedcontext.rules.base import AnyRule
 
 log = logging.getLogger("flwr")
 
@@ -47,7 +46,7 @@ def corrected(
     changes, unusable = _changes(asked, replies, set(outcome.buffers), device_of, samples_key)
     for line in by_reason(unusable):
         log.warning("\t> Not in the correction: %s", line)
-    aggregation = _corrected(outcome.aggregation, changes, outcome.rule)
+    aggregation = _corrected(outcome.aggregation, changes)
     notes = {device: f"{CHANGE}: {why}" for device, why in unusable.items()}
     aggregation = replace(aggregation, screened=aggregation.screened.with_notes(notes))
     return replace(
@@ -88,10 +87,10 @@ def _changes(
     return usable, {device: unusable[device] for device in devices if device in unusable}
 
 
-def _corrected(proposed: Aggregation, changes: Mapping[int, Arrays], rule: AnyRule) -> Aggregation:
+def _corrected(proposed: Aggregation, changes: Mapping[int, Arrays]) -> Aggregation:
     reason = "no usable change of a gradient"
     try:
-        result = correct(proposed, changes, rule=rule)
+        result = correct(proposed, changes)
     except (FedcontextError, np.linalg.LinAlgError) as error:
         result, reason = proposed, str(error)
     if result.params is proposed.params:

@@ -34,7 +34,7 @@ def page_data(
 ) -> dict[str, Any]:
     """Return the data of the page about ``runs``; ``status`` is their progress while they are still running.
 
-    ``levels`` are the accuracies whose cost is shown where one of them was reached, and ``order`` is that of the
+    ``levels`` are the accuracies whose cost is shown (usual ones where there are none), and ``order`` is that of the
     algorithms.
     """
     by_dataset: dict[str, list[Run]] = defaultdict(list)

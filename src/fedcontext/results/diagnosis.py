@@ -21,7 +21,7 @@ from fedcontext.rules.server import ADAPTIVE_RATE
 ENOUGH = 10  # rounds before anything is said about the loss
 RECENT = 5  # rounds whose median is compared
 SHORT = 0.1  # a step is short below this share of the mean update's length
-FAR = 5.0  # a smoothness is far off from this factor on
+FAR = 5.0  # a setting is far off from this factor on
 SLOW = 0.005, 0.15  # least fall of the loss, as a share of the first one: per round, and in all
 JUMP, OFTEN = 0.25, 0.2  # the loss is unstable if it rises by this share in this share of the rounds
 HALF = 0.5  # short steps are no problem if the loss fell by this share
@@ -215,8 +215,20 @@ def _without_simulated(settings: Mapping[str, Any]) -> str:
     return f"try it without {' and '.join(texts)} first" if texts else ""
 
 
-def _usual_value(settings: Mapping[str, Any], longer: bool = False) -> str:
-    """Return the advice to set what makes steps far too long (or short) to its usual value; "" if all are common."""
+def _unusual(settings: Mapping[str, Any], longer: bool = False) -> str:
+    """Return the advice on a setting that is far off, else on an attack and faults, else on one that is not common."""
+    return (
+        _usual_value(settings, longer, beyond=FAR)
+        or _without_simulated(settings)
+        or _usual_value(settings, longer, beyond=1)
+    )
+
+
+def _usual_value(settings: Mapping[str, Any], longer: bool, beyond: float) -> str:
+    """Return the advice to set what makes steps too long (or too short) to its usual value.
+
+    It is "" if no value is more than a factor of ``beyond`` outside the common ones.
+    """
     name = str(settings.get("algorithm", ""))
     server_rate = (ADAPTIVE_RATE, f"{ADAPTIVE_RATE}") if name in ADAPTIVE else (1.0, "default")
     common = {  # the least and the largest value that are common, and the usual one
@@ -231,12 +243,12 @@ def _usual_value(settings: Mapping[str, Any], longer: bool = False) -> str:
         for each, value in given.items()
     }
     factor, furthest = max(((factor, each) for each, factor in factors.items()), default=(0.0, ""))
-    return f"set {furthest} to {common[furthest][2]} (now {_short(given[furthest])})" if factor > 1 else ""
+    return f"set {furthest} to {common[furthest][2]} (now {_short(given[furthest])})" if factor > beyond else ""
 
 
 def _longer_steps(settings: Mapping[str, Any]) -> str:
     """Return which setting makes the steps longer."""
-    if advice := _usual_value(settings, longer=True) or _without_simulated(settings):
+    if advice := _unusual(settings, longer=True):
         return advice
     if 10 * (_number("learning_rate", settings) or 0) <= COMMON_RATES[1]:
         return _changed("learning_rate", settings, 10) + _or_memory(settings)
@@ -245,7 +257,7 @@ def _longer_steps(settings: Mapping[str, Any]) -> str:
 
 def _shorter_steps(records: Sequence[RoundRecord], settings: Mapping[str, Any]) -> str:
     """Return which setting makes the steps of this algorithm shorter."""
-    if advice := _usual_value(settings) or _without_simulated(settings):
+    if advice := _unusual(settings):
         return advice
     name, smoothness = str(settings.get("algorithm", "")), records[-1].smoothness
     if "contextual" in name and "memory" not in name and smoothness:

@@ -23,7 +23,13 @@ RUN_COLUMNS = {
     "seed": "integer",
     "settings": "text: all settings of the run as JSON",
 }
-KINDS = {"int": "integer", "bool": "boolean", "list[int]": "list of text", "list[float]": "list of numbers"}
+KINDS = {
+    "int": "integer",
+    "bool": "boolean",
+    "str": "text",
+    "list[int]": "list of text",
+    "list[float]": "list of numbers",
+}
 KINDS |= {"dict[int, str]": "text: JSON", **dict.fromkeys((*METRICS, *COSTS), "number")}
 ORDER = dict.fromkeys(("number", *METRICS, *COSTS, *(f"{name}_total" for name in COSTS), *ABOUT))
 

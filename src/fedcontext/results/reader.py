@@ -15,13 +15,15 @@ from typing import Any, TypeAlias
 
 from fedcontext.errors import FedcontextError
 from fedcontext.experiment import Experiment
-from fedcontext.records import ANNOTATIONS, RoundRecord, manifest, parse_manifest, parse_object, read_lines
+from fedcontext.records import ANNOTATIONS, RoundRecord, fits, manifest, parse_manifest, parse_object, read_lines
 
 Row: TypeAlias = dict[str, Any]  # the fields of one round, by the names of `RoundRecord`
 
 METRICS = tuple(name for name, kind in ANNOTATIONS.items() if kind == "float | None")
 COSTS = tuple(name for name, kind in ANNOTATIONS.items() if kind in ("int", "float") and name != "number")
 NOTES = tuple(name for name, kind in ANNOTATIONS.items() if kind == "dict[int, str]")  # text by device
+OTHERS = tuple(name for name in ANNOTATIONS if name not in ("number", "devices", "weights", *METRICS, *COSTS, *NOTES))
+DEFAULTS = vars(RoundRecord(0))
 MAX_NUMBER = 1e100  # a larger value is an error, and would make every chart of it unreadable
 MAX_TEXT = 200  # characters kept of a name or a reason
 MAX_ROUNDS = 250_000  # used of a file
@@ -117,8 +119,11 @@ def coerce_row(fields: Row, number: int) -> Row:
     row["weights"] = [number_or_none(weight) for weight in (weights + [None] * len(devices))[: len(devices)]]
     notes = {name: _dict_or_empty(fields.get(name)).items() for name in NOTES}
     row |= {name: {device_id(device): str(note)[:MAX_TEXT] for device, note in own} for name, own in notes.items()}
-    row["lost"] = fields.get("lost") is True
-    return row
+    return row | {name: _value_or_default(name, fields.get(name)) for name in OTHERS}
+
+
+def _value_or_default(name: str, value: Any) -> Any:
+    return value if fits(value, ANNOTATIONS[name]) else DEFAULTS[name]
 
 
 def number_or_none(value: Any) -> float | None:

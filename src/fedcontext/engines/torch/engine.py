@@ -26,7 +26,7 @@ from fedcontext.engines.torch.vmapped import VmappedTrainer, batch_norm_in, run_
 from fedcontext.errors import FedcontextError, unknown_value_error
 from fedcontext.plan import IntArray
 
-FEATURES_PER_PASS = {"cpu": 2**14, "cuda": 2**23}  # more is slower on a CPU: activations leave the caches
+FEATURES_PER_PASS = {"cpu": 2**16, "cuda": 2**23}  # more is slower on a CPU: activations leave the caches
 # Parameters of a model that one CPU thread trains as fast as several, and many times faster beside other work.
 SMALL = 100_000
 MANY_SAMPLES = 100_000  # per gradient; more take a CPU minutes for a CNN
