@@ -33,14 +33,14 @@ def main() -> None:
     results = kept(path)
     if "a" in given.rows or "b" in given.rows:
         count, repeats = (10, 1) if given.quick else (100, given.repeats)
-        found = rounds.measure(given.home, count, repeats, names)
-        if lost := [name for name in names if any(name not in found[row] for row in TITLES)]:
+        measured = rounds.measure(given.home, count, repeats, names)
+        if lost := [name for name in names if any(name not in measured[row] for row in TITLES)]:
             logs = ", ".join(str(rounds.log_of(name, given.home)) for name in lost)
             sys.exit(f"no result from {', '.join(lost)}: see {logs}")
-        results["rounds"] = {"measured": machine(), "rounds": count, "repeats": repeats, **found}
+        results["rounds"] = {"measured": machine(), "rounds": count, "repeats": repeats, **measured}
     for row, name in (("c", "aggregation"), ("d", "gpu")):
-        if row in given.rows and (found := script(name, given.home, given.quick)):
-            results[name] = found
+        if row in given.rows and (measured := script(name, given.home, given.quick)):
+            results[name] = measured
     if "e" in given.rows:
         results["growth"] = {"measured": machine(), "series": growth.measure(given.quick)}
         figure = given.home / "growth.png" if trial else ROOT / "docs/figures/growth.png"
@@ -72,8 +72,8 @@ def arguments() -> argparse.Namespace:
 
 def kept(path: Path) -> dict:
     """Return the parts that earlier runs measured, each as it was; one that does not say when and where is not kept."""
-    found = json.loads(path.read_text()) if path.exists() else {}
-    return {name: part for name, part in found.items() if "measured" in part}
+    measured = json.loads(path.read_text()) if path.exists() else {}
+    return {name: part for name, part in measured.items() if "measured" in part}
 
 
 def machine() -> dict[str, str]:
@@ -102,11 +102,11 @@ def script(name: str, home: Path, quick: bool = False) -> dict | None:
         subprocess.run([sys.executable, str(path), "--out", str(out), *extra], check=True, stdout=subprocess.DEVNULL)
     if not out.exists():
         return None
-    found = json.loads(out.read_text())
-    stamp = machine() if here else {"date": found.get("date", "not written down")}
-    if "machine" in found:  # the GPU's
-        stamp = {"date": stamp["date"], "processor": found["machine"], **found["versions"]}
-    return {"measured": stamp, **found}
+    measured = json.loads(out.read_text())
+    stamp = machine() if here else {"date": measured.get("date", "not written down")}
+    if "machine" in measured:  # the GPU's
+        stamp = {"date": stamp["date"], "processor": measured["machine"], **measured["versions"]}
+    return {"measured": stamp, **measured}
 
 
 def unequal(results: dict, row: str) -> list[str]:
@@ -171,15 +171,15 @@ def limit(measured: dict, ours: dict[str, float]) -> str:
     )
 
 
-def table_of_aggregation(found: dict) -> str:
-    return f"(c) Aggregation of K float32 updates of n entries, milliseconds:\n\n{found['markdown']}"
+def table_of_aggregation(measured: dict) -> str:
+    return f"(c) Aggregation of K float32 updates of n entries, milliseconds:\n\n{measured['markdown']}"
 
 
-def table_of_gpu(found: dict) -> str:
+def table_of_gpu(measured: dict) -> str:
     """Return a table of row (d)'s milliseconds, ratios and distances."""
     lines = [
-        f"(d) A CNN of {found['work']['parameters']:,} parameters, {found['work']['cohort']} devices of "
-        f"{found['work']['samples']} images a round, batches of {found['work']['batch']}. The "
+        f"(d) A CNN of {measured['work']['parameters']:,} parameters, {measured['work']['cohort']} devices of "
+        f"{measured['work']['samples']} images a round, batches of {measured['work']['batch']}. The "
         "distance is that of a device's update from training one by one in full precision, relative: the median device's, "
         "the cohort's as a whole, and the worst device's; alike is the worst device's from training one by one in the same "
         "precision with the same convolutions.",
@@ -187,11 +187,11 @@ def table_of_gpu(found: dict) -> str:
         "| | ms a round | times pfl-research | distance: median | cohort | worst | alike |",
         "|---|---|---|---|---|---|---|",
     ]
-    faster, shown = found["times faster"].get("pfl", {}), ("median", "cohort", "distance", "alike")
-    for key, each in ((key, each) for key, each in found["results"].items() if "ms" in each):
+    faster, shown = measured["times faster"].get("pfl", {}), ("median", "cohort", "distance", "alike")
+    for key, each in ((key, each) for key, each in measured["results"].items() if "ms" in each):
         apart = " | ".join(f"{each[kind]:.0e}" if kind in each else "-" for kind in shown)
         lines.append(f"| {key} | {each['ms']:.1f} | {faster.get(key, '-')} | {apart} |")
-    timed = found["results"].get("aggregation", {})
+    timed = measured["results"].get("aggregation", {})
     if timed:
         lines += [
             "",

@@ -101,8 +101,8 @@ def nearest(name: object, known: Iterable[str]) -> str:
     >>> nearest("MINST", ["mnist", "femnist"]), nearest("cifar", ["mnist"])
     ('mnist', '')
     """
-    found = difflib.get_close_matches(name[:LONGEST_VALUE].lower(), known, n=1) if isinstance(name, str) else []
-    return found[0] if found else ""
+    matches = difflib.get_close_matches(name[:LONGEST_VALUE].lower(), known, n=1) if isinstance(name, str) else []
+    return matches[0] if matches else ""
 
 
 def did_you_mean(suggestion: str) -> str:

@@ -79,9 +79,9 @@ def resumed_state(simulation: Simulation, files: RunFiles) -> State | None:
         if checkpoint.exists(earlier.checkpoint) and (state := _continued(simulation, files, earlier, experiment)):
             return state
     bare = (each.records for each in (files, *(run for run, _ in shorter)) if not checkpoint.exists(each.checkpoint))
-    if found := next((records for records in bare if records.exists()), None):
+    if existing := next((records for records in bare if records.exists()), None):
         LOG.warning(
-            "%s has no checkpoint, which a run writes only with --resume (resume=True): starting at round 1", found
+            "%s has no checkpoint, which a run writes only with --resume (resume=True): starting at round 1", existing
         )
     elif any(checkpoint.exists(run.checkpoint) for run, _ in shorter):
         LOG.warning("starting at round 1 of %s", files.records)
@@ -119,7 +119,7 @@ def _identity(simulation: Simulation, experiment: Experiment) -> dict[str, Any]:
 
 def _shorter_runs(experiment: Experiment, out: Path) -> list[tuple[RunFiles, Experiment]]:
     """Return the runs in ``out`` whose settings are those of ``experiment`` but for fewer rounds, the longest first."""
-    found = []
+    shorter = []
     for path in sorted(out.glob(f"{experiment.name.rpartition('-')[0]}-*.toml")):
         try:
             other = experiment_from(settings_from_toml(path))
@@ -127,5 +127,5 @@ def _shorter_runs(experiment: Experiment, out: Path) -> list[tuple[RunFiles, Exp
             continue
         same = replace(other, rounds=experiment.rounds) == experiment and other.name == path.stem
         if same and other.rounds < experiment.rounds:
-            found.append((RunFiles(out, other.name), other))
-    return sorted(found, key=lambda run: count_rounds(run[0].records), reverse=True)
+            shorter.append((RunFiles(out, other.name), other))
+    return sorted(shorter, key=lambda run: count_rounds(run[0].records), reverse=True)

@@ -81,8 +81,8 @@ class Monitor:
         self.records.append(record)
         skipped = len(self.records) % (1 + len(self.records) // 50)
         exploded = _exploded(self.records, self.settings or {}) if skipped else None
-        found = diagnose(self.records, self.settings) if not skipped else [exploded] if exploded else []
-        new = [finding for finding in found if finding.what not in self._seen]
+        findings = diagnose(self.records, self.settings) if not skipped else [exploded] if exploded else []
+        new = [finding for finding in findings if finding.what not in self._seen]
         self._seen |= {finding.what for finding in new}
         return new
 
