@@ -45,18 +45,18 @@ def test_no_minority_moves_a_robust_rule_out_of_the_honest_updates(case):
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.1, 0.2, 0.3]))
-def test_krum_by_the_papers_formula(seed, liars):
+def test_krum_by_the_papers_formula(seed, byzantine):
     updates = np.random.default_rng(seed).standard_normal((10, 4))
-    f = int(liars * 10)
+    f = int(byzantine * 10)
     scores = []
     for i in range(10):
         distances = sorted(np.sum((updates[i] - updates[j]) ** 2) for j in range(10) if j != i)
         scores.append(sum(distances[: 10 - f - 2]))
-    np.testing.assert_allclose(step(fc.krum(liars), updates), updates[np.argmin(scores)], atol=1e-12)
+    np.testing.assert_allclose(step(fc.krum(byzantine), updates), updates[np.argmin(scores)], atol=1e-12)
     lowest = np.argsort(scores)[: 10 - f]
-    np.testing.assert_allclose(step(fc.multi_krum(liars), updates), updates[lowest].mean(axis=0), atol=1e-12)
+    np.testing.assert_allclose(step(fc.multi_krum(byzantine), updates), updates[lowest].mean(axis=0), atol=1e-12)
     squares = np.array([[np.sum((a - b) ** 2) for a in updates] for b in updates])
-    np.testing.assert_allclose(krum_scores(squares, liars), scores)
+    np.testing.assert_allclose(krum_scores(squares, byzantine), scores)
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -120,8 +120,8 @@ def test_fltrust_without_a_root_update_says_what_to_give():
 
 @pytest.mark.parametrize("rule", [fc.krum, fc.multi_krum, fc.trimmed_mean])
 @pytest.mark.parametrize("share", [0.5, -0.1, "a"])
-def test_a_share_of_liars_that_is_none_or_a_majority_is_refused(rule, share):
-    with pytest.raises(FedcontextError, match=f"liars must be a share from 0 to below 0.5, got {share!r}"):
+def test_a_byzantine_share_that_is_none_or_a_majority_is_refused(rule, share):
+    with pytest.raises(FedcontextError, match=f"byzantine must be a share from 0 to below 0.5, got {share!r}"):
         rule(share)
 
 

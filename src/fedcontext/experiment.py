@@ -127,10 +127,10 @@ class Experiment:
         one_of(COMBINATIONS),
         "Combination of the probes' gradients; all but mean withstand some lying probes, trust by the server's own samples",
     )
-    liars: float = setting(
+    byzantine: float = setting(
         0.3,
         number(most=0.49),
-        "Share of devices that may lie, for krum, multi-krum and trimmed-mean",
+        "Assumed share of Byzantine devices, which krum, multi-krum and trimmed-mean withstand",
         aliases=("num_malicious_nodes", "beta_trim"),
     )
     probe_averaging: Averaging = setting(
