@@ -226,7 +226,7 @@ def crowd_of(updates, lying=1):
 
 def told(name, updates, mine, lying=1):
     liar = Reply(99, np.asarray(mine, float), gradient=np.asarray(mine, float), difference=np.asarray(mine, float))
-    return ATTACKS[name].lie(liar, crowd_of(updates, lying))
+    return ATTACKS[name].first(liar, crowd_of(updates, lying))
 
 
 def test_simple_lies():

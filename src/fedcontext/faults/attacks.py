@@ -100,6 +100,10 @@ def _gradients_times(factor: float) -> Callable[[Reply, Adversary], Reply]:
     return lambda reply, adversary: reply.scaled(factor, ("gradient", "difference"))
 
 
+def _change_times(factor: float) -> Callable[[FloatArray, int], FloatArray]:
+    return lambda change, seed: factor * change
+
+
 def _noise(reply: Reply, adversary: Adversary) -> Reply:
     if reply.update is None:
         return reply
@@ -137,19 +141,26 @@ def _two_faced(reply: Reply, adversary: Adversary) -> Reply:
     )
 
 
+def _two_faced_change(change: FloatArray, seed: int) -> FloatArray:
+    return np.asarray(-10 * np.linalg.norm(change) * random_direction(seed, change.size))
+
+
 @dataclass(frozen=True)
 class Attack:
-    """What liars do, in words and as a function of the honest reply (none if they lie in the second exchange only)."""
+    """What liars do, in words and as a function for each exchange; in one without a function they are honest."""
 
     help: str
-    lie: Callable[[Reply, Adversary], Reply] | None = None
+    first: Callable[[Reply, Adversary], Reply] | None = None  # of the honest reply
+    change: Callable[[FloatArray, int], FloatArray] | None = None  # of the change on their data, and the seed
 
 
 ATTACKS = {
     "sign-flip": Attack("send the opposite of their update", _sends(lambda update, adversary: -update)),
     "scaling": Attack("send their update times 1e6", _sends(lambda update, adversary: LARGE * update)),
     "noise": Attack("send Gaussian noise, ten times as long as their update", _noise),
-    "label-flip": Attack("train on labels in reverse order, c -> C - 1 - c", _poisoned("label-flip")),
+    "label-flip": Attack(
+        "train on labels in reverse order, c -> C - 1 - c", _poisoned("label-flip"), lambda change, seed: change
+    ),
     "collusion": Attack(
         "all send the same random direction, as long as the honest mean, in every round",
         _sends(lambda update, adversary: np.linalg.norm(adversary.mean) * adversary.target),
@@ -167,12 +178,19 @@ ATTACKS = {
         _sends(lambda update, adversary: adversary.min_max),
     ),
     "samples": Attack("claim to have 2^53 samples", lambda reply, adversary: replace(reply, samples=CLAIM)),
-    "gradient-scaling": Attack("send their gradient times 1e6", _gradients_times(LARGE)),
-    "gradient-flip": Attack("send the opposite of their gradient", _gradients_times(-1.0)),
-    "change-scaling": Attack("lie in the second exchange alone: send the change of their gradient times 1e6"),
-    "change-flip": Attack("lie in the second exchange alone: send the opposite of the change of their gradient"),
+    "gradient-scaling": Attack("send their gradient times 1e6", _gradients_times(LARGE), _change_times(LARGE)),
+    "gradient-flip": Attack("send the opposite of their gradient", _gradients_times(-1.0), _change_times(-1.0)),
+    "change-scaling": Attack(
+        "lie in the second exchange alone: send the change of their gradient times 1e6", change=_change_times(LARGE)
+    ),
+    "change-flip": Attack(
+        "lie in the second exchange alone: send the opposite of the change of their gradient",
+        change=_change_times(-1.0),
+    ),
     "two-faced": Attack(
-        "send a random direction as update, and in both exchanges gradients that favour it", _two_faced
+        "send a random direction as update, and in both exchanges gradients that favour it",
+        _two_faced,
+        _two_faced_change,
     ),
     "backdoor": Attack(
         "train on samples with a trigger, labelled 0, and add a step down the gradient to the update", _backdoor
@@ -214,13 +232,6 @@ def all_triggered(samples: Samples) -> Samples:
     return features, np.zeros(len(features), samples[1].dtype)
 
 
-CHANGE_LIES: Mapping[str, Callable[[FloatArray, int], FloatArray]] = {  # of the honest change and the seed
-    "gradient-scaling": lambda change, seed: LARGE * change,
-    "gradient-flip": lambda change, seed: -change,
-    "two-faced": lambda change, seed: -10 * np.linalg.norm(change) * random_direction(seed, change.size),
-    "change-scaling": lambda change, seed: LARGE * change,
-    "change-flip": lambda change, seed: -change,
-}
 POISONS: Mapping[str, Callable[[int], Callable[[Samples], Samples]]] = {
     "label-flip": reverse_labels,
     "backdoor": lambda classes: add_trigger,
@@ -250,7 +261,7 @@ def lying_changes(
 ) -> dict[int, FloatArray]:
     """Return the changes of the probes' gradients over a proposed step, with those of liars replaced.
 
-    Attacks that are not in `CHANGE_LIES` are honest here; ``poisoned`` has the changes computed on poisoned data.
+    ``poisoned`` has the changes computed on poisoned data, by attack and device.
 
     >>> who = next(iter(liars(0, 10, 0.1)))
     >>> float(lying_changes({who: np.ones(1)}, 0, 10, {"gradient-flip": 0.1}, {})[who][0])
@@ -258,11 +269,11 @@ def lying_changes(
     """
     changed = dict(changes)
     for name, share in attacks.items():
-        for device in (liars(seed, population, share) if name in ATTACKS else frozenset()) & changed.keys():
-            if (name, device) in poisoned:
-                changed[device] = poisoned[name, device]
-            elif name in CHANGE_LIES:
-                changed[device] = CHANGE_LIES[name](changed[device], seed)
+        change = ATTACKS[name].change if name in ATTACKS else None  # "until" is no attack
+        if change is None:
+            continue
+        for device in liars(seed, population, share) & changed.keys():
+            changed[device] = change(poisoned.get((name, device), changed[device]), seed)
     return changed
 
 
@@ -284,8 +295,8 @@ def with_attacks(
     """
     changed = list(replies)
     for name, share in attacks.items():
-        lie = ATTACKS[name].lie if name in ATTACKS else None  # "until" is no attack
-        if lie is None:
+        first = ATTACKS[name].first if name in ATTACKS else None  # "until" is no attack
+        if first is None:
             continue
         lying = liars(seed, population, share)
         honest = [reply for reply in replies if reply.device not in lying]
@@ -293,7 +304,7 @@ def with_attacks(
         adversary = Adversary(honest, sum(reply.device in lying for reply in trains), seed, number, trained)
         if len(adversary.updates):
             changed = [
-                replace(lie(reply, adversary), remaining_slope=STEEPEST) if reply.device in lying else reply
+                replace(first(reply, adversary), remaining_slope=STEEPEST) if reply.device in lying else reply
                 for reply in changed
             ]
     return changed

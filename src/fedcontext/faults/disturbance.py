@@ -12,7 +12,7 @@ from fedcontext.arrays.tree import FloatArray, Structure, leaves
 from fedcontext.datasets.federated import FederatedData, join
 from fedcontext.engines.base import Engine, Work
 from fedcontext.errors import FedcontextError
-from fedcontext.faults.attacks import POISONS, all_triggered, liars, lying_changes, with_attacks
+from fedcontext.faults.attacks import ATTACKS, POISONS, all_triggered, liars, lying_changes, with_attacks
 from fedcontext.faults.faults import FROM_LAST_ROUND, Shares, active, faulty_changes, hit, with_faults, without_absent
 from fedcontext.faults.reply import Reply, replies_of, report_of
 from fedcontext.measurement.geometry import Report
@@ -107,7 +107,7 @@ class Disturbance:
             lying = {
                 (name, device): row
                 for name, engine in self.poisoned.items()
-                if name != "backdoor"  # its liars report their honest gradients
+                if ATTACKS[name].change
                 if len(who := np.array(sorted(liars(self.seed, len(self.sizes), self.attack[name]) & changes.keys())))
                 for device, row in zip(who.tolist(), on_engine(engine, who), strict=True)
             }
