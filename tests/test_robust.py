@@ -25,19 +25,19 @@ def step(rule, updates, **given):
 
 
 @st.composite
-def honest_and_liars(draw, most_liars=3):
+def honest_and_byzantine(draw, most=3):
     """Ten updates near a common vector, up to three of which are replaced by anything finite."""
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     updates = random.standard_normal(6) + 0.1 * random.standard_normal((10, 6))
-    lying = draw(st.integers(0, most_liars))
-    updates[:lying] = draw(st.sampled_from([-1e6, -1.0, 0.0, 3.0, 1e12])) * random.standard_normal((lying, 6))
-    return updates, lying
+    byzantine = draw(st.integers(0, most))
+    updates[:byzantine] = draw(st.sampled_from([-1e6, -1.0, 0.0, 3.0, 1e12])) * random.standard_normal((byzantine, 6))
+    return updates, byzantine
 
 
-@given(honest_and_liars())
+@given(honest_and_byzantine())
 def test_no_minority_moves_a_robust_rule_out_of_the_honest_updates(case):
-    updates, lying = case
-    honest = updates[lying:]
+    updates, byzantine = case
+    honest = updates[byzantine:]
     width = max(np.linalg.norm(a - b) for a in honest for b in honest)
     for name, make in RULES.items():
         away = np.linalg.norm(step(make(), updates) - honest.mean(axis=0))
@@ -167,13 +167,13 @@ def test_both_kinds_of_rules_combine_gradients_in_the_same_way(how, seed):
 
 
 @pytest.mark.parametrize("how", COMBINED)
-@given(case=honest_and_liars(most_liars=2))
+@given(case=honest_and_byzantine(most=2))
 def test_no_minority_of_probes_leads_the_estimate_out_of_the_honest_gradients(how, case):
-    gradients, lying = case
-    honest = gradients[lying:]
+    gradients, byzantine = case
+    honest = gradients[byzantine:]
     width = max(np.linalg.norm(a - b) for a in honest for b in honest)
     found = estimate(gradients, how, root_gradient=honest.mean(axis=0), defences=None)
-    assume(how != "trust" or (gradients[:lying] @ honest.mean(axis=0) <= 0).all())  # trust sees directions alone
+    assume(how != "trust" or (gradients[:byzantine] @ honest.mean(axis=0) <= 0).all())  # trust sees directions alone
     assert np.linalg.norm(found - honest.mean(axis=0)) <= 3 * width
 
 

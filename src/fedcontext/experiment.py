@@ -176,7 +176,7 @@ class Experiment:
     attack: str = setting(
         "none",
         shares_by_name(ATTACKS),
-        "Share of devices that lie, for each attack, such as sign-flip=0.2; `fedcontext faults` lists all",
+        "Share of Byzantine devices for each attack, such as sign-flip=0.2; `fedcontext faults` lists all",
         aliases=("attacks",),
     )
     eval_every: int = setting(1, integer(1), "Evaluate every n-th round and the last")

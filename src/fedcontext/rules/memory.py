@@ -240,7 +240,7 @@ def _model_minimum(h: FloatArray, slopes: FloatArray, lengths: FloatArray, setti
 
 
 def _no_surge(d: FloatArray, mean: float, surge: float) -> FloatArray:
-    """Return d, shortened to ``surge`` times the running mean of its length, in case most of a cohort lies.
+    """Return d, shortened to ``surge`` times the running mean of its length, in case most of a cohort is Byzantine.
 
     In honest runs it stays below twice that mean.
     """

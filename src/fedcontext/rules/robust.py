@@ -125,7 +125,7 @@ def trimmed_mean(byzantine: float = 0.3) -> CoordinateRule:
 
 
 def robust_gradients(rule: Rule | SumRule, how: Combination) -> Rule | SumRule:
-    """Return a rule whose estimate of the gradient a minority of lying probes cannot lead far.
+    """Return a rule whose estimate of the gradient a minority of Byzantine probes cannot lead far.
 
     ``how`` is "median", "median-of-means", "trimmed-mean" or "trust", which needs ``root_gradient``, the gradient of
     samples that the server holds itself; "mean" is the rule as it is. A rule with memory then has one exchange a round.

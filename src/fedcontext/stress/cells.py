@@ -47,7 +47,7 @@ class Cell:
     lost: list[int]  # rounds without enough usable replies
     recovery: list[int | None]  # rounds after the last fault to within 2 points of the run without faults
     ended: int  # runs that ended with an error
-    backdoor: list[float | None]  # share of triggered samples that get the liars' label, where that is the attack
+    backdoor: list[float | None]  # share of test samples with the trigger that get its label, for backdoors
     made: str  # when and where
 
     @property
