@@ -120,12 +120,12 @@ class Experiment:
     averaging: Averaging = setting(
         "mean",
         AVERAGING,
-        "Averaging of updates in FedAvg and FedProx: plain mean, or by sample counts; the rule with memory has the mean",
+        "Averaging of updates in FedAvg and FedProx: plain mean, or by sample counts; the rule with memory uses the mean",
     )
     gradient_averaging: Combination = setting(
         "mean",
         one_of(COMBINATIONS),
-        "Combination of the probes' gradients; all but mean withstand some lying probes, trust by the server's own samples",
+        "Combination of the probes' gradients; all but mean tolerate some Byzantine probes; trust needs samples on the server",
     )
     byzantine: float = setting(
         0.3,
@@ -136,7 +136,7 @@ class Experiment:
     probe_averaging: Averaging = setting(
         "samples",
         AVERAGING,
-        "Averaging of the probes' gradients: plain mean, or by sample counts; the rule with memory has the mean",
+        "Averaging of the probes' gradients: plain mean, or by sample counts; the rule with memory uses the mean",
     )
     max_gradient: float = setting(
         SAFE.max_gradient, number(), "Gradients are clipped to this multiple of the probes' median norm; 0 disables"
