@@ -175,7 +175,8 @@ def _weighs_probes(algorithm: Algorithm) -> bool:
     return isinstance(algorithm.rule, Rule) and "gradient" in algorithm.rule.needs
 
 
-# Whether an algorithm, made with averaging by samples, uses a setting; those that are not here are accepted for all.
+# By setting: whether an algorithm uses it when made with averaging by samples. `unused_settings` finds the unused
+# hyperparameters itself; all algorithms accept the other settings.
 USES: dict[str, Callable[[Algorithm], bool]] = {
     "probes": _needs("gradient"),
     "gradient_averaging": _needs("gradient"),
