@@ -1,4 +1,4 @@
-"""What the defences cost where nobody lies: rounds to the leaderboard's levels with them and without, on its convex tasks.
+"""What the defences cost without attacks: rounds to the leaderboard's levels with them and without, on its convex tasks.
 
     python benchmarks/defence_cost.py
 

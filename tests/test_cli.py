@@ -194,7 +194,7 @@ def test_a_file_overrides_a_preset_and_options_override_both(tmp_path):
 @pytest.mark.parametrize("algorithm", fc.ALGORITHMS)
 def test_a_setting_is_refused_exactly_where_it_has_no_effect(algorithm):
     usual = {"dataset": "synthetic-iid", "rounds": 2, "epochs": 2, "probes": 5, "pool": 3, "averaging": "samples"}
-    others = {"mu": 2.0, "smoothness": 3.0, "server_momentum": 0.3, "liars": 0.1, "probes": 10, "pool": 5}
+    others = {"mu": 2.0, "smoothness": 3.0, "server_momentum": 0.3, "byzantine": 0.1, "probes": 10, "pool": 5}
     others |= {"averaging": "mean", "probe_averaging": "mean", "gradient_averaging": "median", "gradient_bits": 1}
     others |= {"sketch": 5, "exchanges": 1, "max_gradient": 1, "max_samples": 1}
     rare = {"max_step": 1, "max_descent": 1, "max_concavity": 0.1}  # may change nothing where they are used, too
@@ -486,7 +486,10 @@ BAD = {
         }.items()
         for option, value in map(str.split, options)
     },
-    "setting without effect on the default comparison": (["compare", "--liars", "0.1"], "liars has no effect on"),
+    "setting without effect on the default comparison": (
+        ["compare", "--byzantine", "0.1"],
+        "byzantine has no effect on",
+    ),
     "grid without effect": (["tune", "--algorithm", "fedavg", "--grid", "mu=1,2"], "mu has no effect on algorithm"),
     "unknown setting of a grid": (["tune", "--grid", "server_lr=1"], "'server_lr', did you mean server_learning_rate?"),
     "setting that is like no other": (

@@ -62,23 +62,23 @@ def test_no_change_makes_the_step_more_than_twice_as_long(seed, scale, rounds):
         sent = {"gradients": gradients, "differences": None if state is None else rng.standard_normal((3, SIZE))}
         for defences in (None, fc.Defences()):
             result = fc.aggregate(w, updates, **sent, rule=rule, state=state, defences=defences)
-            lies = [scale * rng.standard_normal(SIZE) for _ in result.probes]
-            corrected = fc.correct(result, lies)
+            changes = [scale * rng.standard_normal(SIZE) for _ in result.probes]
+            corrected = fc.correct(result, changes)
             proposed = np.linalg.norm(result.step)
             assert np.linalg.norm(corrected.step - result.step) <= proposed * (1 + 1e-9)
             assert np.isfinite(corrected.params).all()
         w, state = corrected.params, corrected.state
 
 
-@pytest.mark.parametrize("lie", [np.nan, np.inf, 1e30, 3e38, -1.0])
-def test_one_lying_probe_of_six_is_named_and_changes_little(lie):
+@pytest.mark.parametrize("factor", [np.nan, np.inf, 1e30, 3e38, -1.0])
+def test_one_byzantine_probe_of_six_is_named_and_changes_little(factor):
     curvature, minima = quadratic(0)
     w, rule = np.zeros(SIZE), fc.contextual_memory()
     gradients = {k: curvature * (w - c) for k, c in enumerate(minima)}
     result = fc.aggregate(w, {k: -0.01 * g for k, g in gradients.items()}, gradients=gradients, rule=rule)
     honest = dict.fromkeys(range(6), curvature * (result.params - w))
-    lying = {**honest, 3: lie * honest[3]}
-    corrected = fc.correct(result, lying)
+    changes = {**honest, 3: factor * honest[3]}
+    corrected = fc.correct(result, changes)
     assert list(corrected.clipped) == [3]
     assert "gradient change" in corrected.clipped[3]
     assert corrected.excluded == {}
@@ -87,7 +87,7 @@ def test_one_lying_probe_of_six_is_named_and_changes_little(lie):
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([1.0, 1e3, 1e30]), st.integers(1, 4))
-def test_a_lie_in_the_second_exchange_is_not_remembered(seed, scale, rounds):
+def test_a_false_reply_in_the_second_exchange_is_not_remembered(seed, scale, rounds):
     """Whatever a probe reports there, the next round knows the same of the gradient and the curvature."""
     rng, rule, w, state = np.random.default_rng(seed), fc.contextual_memory(), np.zeros(SIZE), None
     for _ in range(rounds):
@@ -95,8 +95,8 @@ def test_a_lie_in_the_second_exchange_is_not_remembered(seed, scale, rounds):
         sent = {"gradients": gradients, "differences": None if state is None else rng.standard_normal((3, SIZE))}
         result = fc.aggregate(w, updates, **sent, rule=rule, state=state, defences=None)
         w, state = result.params, result.state
-    honest, lie = result.step, scale * rng.standard_normal(SIZE)
-    after = [fc.correct(result, [*[honest] * (len(result.probes) - 1), last]).state for last in (honest, lie)]
+    honest, wrong = result.step, scale * rng.standard_normal(SIZE)
+    after = [fc.correct(result, [*[honest] * (len(result.probes) - 1), last]).state for last in (honest, wrong)]
     moved = {"step", "deviation"}
     assert all(np.array_equal(after[0][name], after[1][name]) for name in state.keys() - moved)
 
@@ -110,8 +110,8 @@ def test_changes_are_not_clipped_where_the_step_went_too_far_and_most_say_so():
     bare = fc.aggregate(w, [np.ones(SIZE)] * 4, gradients=[gradient] * 4, rule=rule, defences=None)
     np.testing.assert_array_equal(corrected.step, fc.correct(bare, changes).step)
     assert np.linalg.norm(corrected.step) < np.linalg.norm(result.step)
-    liar = fc.correct(result, [*changes[:3], 1e6 * changes[0]])
-    assert list(liar.clipped) == ["probe 3"]
+    scaled = fc.correct(result, [*changes[:3], 1e6 * changes[0]])
+    assert list(scaled.clipped) == ["probe 3"]
 
 
 def test_where_no_change_is_usable_the_proposed_step_stands():

@@ -44,30 +44,30 @@ def norm(vector):
     rule=st.sampled_from(list(RULES)),
     seed=st.integers(0, 10**6),
     count=st.integers(3, 12),
-    lies=st.tuples(VALUES, VALUES, COUNTS, COUNTS),
+    sent=st.tuples(VALUES, VALUES, COUNTS, COUNTS),
 )
-def test_no_reply_of_one_device_moves_the_model_further_than_a_multiple_of_the_others(rule, seed, count, lies):
+def test_no_reply_of_one_device_moves_the_model_further_than_a_multiple_of_the_others(rule, seed, count, sent):
     updates, gradients, samples, steps = crowd(seed, count)
-    liar = seed % count
-    updates[liar], gradients[liar] = np.full(SIZE, lies[0], np.float32), np.full(SIZE, lies[1], np.float32)
-    samples[liar], steps[liar] = lies[2], lies[3]
+    bad = seed % count
+    updates[bad], gradients[bad] = np.full(SIZE, sent[0], np.float32), np.full(SIZE, sent[1], np.float32)
+    samples[bad], steps[bad] = sent[2], sent[3]
     result = fc.aggregate(
         np.zeros(SIZE, np.float32), updates, own_gradients=gradients, samples=samples, steps=steps, rule=RULES[rule]
     )
-    honest = [k for k in range(count) if k != liar]
+    honest = [k for k in range(count) if k != bad]
     longest = max(norm(updates[k]) for k in honest)
     steepest = max(norm(gradients[k]) for k in honest)
     assert norm(result.params) <= max(10 * longest, 3 * steepest / 2.0) * (1 + 1e-5)
-    assert set(result.excluded) <= {liar}
+    assert set(result.excluded) <= {bad}
     assert all(result.weights[k] == 0 for k in result.excluded)
 
 
 @given(st.integers(0, 10**6), st.integers(3, 12), st.sampled_from(list(RULES)))
 def test_a_device_that_sends_nan_is_as_good_as_absent(seed, count, rule):
     updates, gradients, samples, steps = crowd(seed, count)
-    liar = seed % count
-    without = [[x for k, x in enumerate(given) if k != liar] for given in (updates, gradients, samples, steps)]
-    updates[liar] = np.full(SIZE, np.nan, np.float32)
+    bad = seed % count
+    without = [[x for k, x in enumerate(given) if k != bad] for given in (updates, gradients, samples, steps)]
+    updates[bad] = np.full(SIZE, np.nan, np.float32)
 
     def moved(updates, gradients, samples, steps):
         given = {"own_gradients": gradients, "samples": samples, "steps": steps}
@@ -75,9 +75,9 @@ def test_a_device_that_sends_nan_is_as_good_as_absent(seed, count, rule):
 
     found, expected = moved(updates, gradients, samples, steps), moved(*without)
     np.testing.assert_allclose(found.params, expected.params, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(np.delete(found.weights, liar), expected.weights, rtol=1e-5, atol=1e-6)
-    assert list(found.excluded) == [liar]
-    assert "has NaN or infinite entries" in found.excluded[liar]
+    np.testing.assert_allclose(np.delete(found.weights, bad), expected.weights, rtol=1e-5, atol=1e-6)
+    assert list(found.excluded) == [bad]
+    assert "has NaN or infinite entries" in found.excluded[bad]
 
 
 @given(st.integers(0, 10**6), st.integers(1, 12), st.sampled_from(list(RULES)))
@@ -111,11 +111,11 @@ def test_a_gradient_out_of_proportion_costs_the_device_its_update_too():
 
 
 def test_of_two_devices_neither_is_left_out_for_its_length():
-    """A liar with a tiny reply must not cost the only other device its round."""
-    updates = {"honest": np.array([1.0, 0.0]), "liar": np.array([0.0, 1e-30])}
+    """A Byzantine device with a tiny reply must not cost the only other device its round."""
+    updates = {"honest": np.array([1.0, 0.0]), "bad": np.array([0.0, 1e-30])}
     assert fc.aggregate(np.zeros(2), updates, rule=fc.mean()).excluded == {}
-    three = {"a": np.array([1.0, 0.0]), "b": np.array([1.0, 1.0]), "liar": np.array([0.0, 1e30])}
-    assert list(fc.aggregate(np.zeros(2), three, rule=fc.mean()).excluded) == ["liar"]
+    three = {"a": np.array([1.0, 0.0]), "b": np.array([1.0, 1.0]), "bad": np.array([0.0, 1e30])}
+    assert list(fc.aggregate(np.zeros(2), three, rule=fc.mean()).excluded) == ["bad"]
 
 
 def test_two_short_vectors_of_four_do_not_make_the_others_outliers():
@@ -151,15 +151,15 @@ def test_a_step_is_cut_to_its_longest_length_however_large_the_weights(weight):
 def test_buffers_and_leaves_outside_the_geometry_are_bounded_too():
     params = {"w": np.zeros(3), "mean": np.zeros(2), "count": np.zeros(1, np.int64)}
     updates = [{"w": np.ones(3), "mean": np.ones(2), "count": np.ones(1, np.int64)} for _ in range(9)]
-    liar = {"w": np.ones(3), "mean": np.full(2, 500.0), "count": np.full(1, 400)}
-    result = fc.aggregate(params, [*updates, liar], rule=fc.mean(), buffers=["mean"])
+    bad = {"w": np.ones(3), "mean": np.full(2, 500.0), "count": np.full(1, 400)}
+    result = fc.aggregate(params, [*updates, bad], rule=fc.mean(), buffers=["mean"])
     assert (np.abs(result.params["mean"]) <= 2).all()
     assert int(result.params["count"][0]) <= 2
-    layered = fc.aggregate(params, [*updates, {**liar, "w": np.full(3, 1e-9)}], rule=fc.mean(), layers=["w"])
+    layered = fc.aggregate(params, [*updates, {**bad, "w": np.full(3, 1e-9)}], rule=fc.mean(), layers=["w"])
     assert norm(layered.params["mean"]) <= 2 * norm(updates[0]["mean"])
 
 
-@pytest.mark.parametrize("flatness", [1, 0.02])  # the liar's curvature in multiples of the others'
+@pytest.mark.parametrize("flatness", [1, 0.02])  # the one device's curvature in multiples of the others'
 def test_a_reversed_gradient_is_not_used_by_the_rule_with_memory(flatness):
     random, sign = np.random.default_rng(0), np.where(np.arange(10) == 3, -flatness, 1)
     centres, scale = 1 + 0.3 * random.standard_normal((10, 40)), 10.0 ** random.uniform(-2, 0, 40)
@@ -188,16 +188,16 @@ def test_a_difference_is_an_outlier_only_if_it_would_be_one_among_the_gradients(
     assert set(result.clipped) == {"probe 9"} - excluded
 
 
-def two_faced_run(liars, defences, rounds=25):
-    """Return the distance to the honest devices' optimum, and who was named, where liars pull in a direction of their own."""
+def two_faced_run(byzantine, defences, rounds=25):
+    """Return the distance to the honest devices' optimum, and who was named, where Byzantine devices pull elsewhere."""
     random = np.random.default_rng(1)
     centres, scale = 1 + 0.3 * random.standard_normal((20, 40)), 10.0 ** random.uniform(-2, 0, 40)
-    target, honest = random.standard_normal(40) / np.sqrt(40), np.arange(liars, 20)
+    target, honest = random.standard_normal(40) / np.sqrt(40), np.arange(byzantine, 20)
     w, last, state, named = np.zeros(40), None, None, set()
     for _ in range(rounds):
         updates, gradients = (1 - (1 - 0.3 * scale) ** 8) * (centres - w), scale * (w - centres)
-        updates[:liars] = norm(updates[honest].mean(axis=0)) * target
-        gradients[:liars] = -10 * norm(gradients[honest].mean(axis=0)) * target
+        updates[:byzantine] = norm(updates[honest].mean(axis=0)) * target
+        gradients[:byzantine] = -10 * norm(gradients[honest].mean(axis=0)) * target
         differences = None if last is None else [scale * (w - last)] * 20
         given = {"gradients": dict(enumerate(gradients)), "differences": differences, "state": state}
         result = fc.aggregate(w, dict(enumerate(updates)), rule=fc.contextual_memory(), defences=defences, **given)
@@ -232,8 +232,8 @@ def test_a_round_without_a_usable_reply_is_an_error_that_names_who_made_it_so():
 
 
 @given(st.lists(st.floats(1e-30, 1e30), min_size=3, max_size=20), st.floats(0, 1e300))
-def test_one_value_cannot_move_the_lower_median_beyond_the_others(others, lie):
-    assert min(others) <= lower_median(np.array([*others, lie])) <= max(others)
+def test_one_value_cannot_move_the_lower_median_beyond_the_others(others, value):
+    assert min(others) <= lower_median(np.array([*others, value])) <= max(others)
 
 
 def test_the_preset_of_the_paper_has_no_defences():

@@ -40,7 +40,7 @@ CHECKS = {  # for each block of Python on a page, whether it made what the page 
         lambda names: names["trained"].records[-1].accuracy > 0.8 and names["data"].population == 20
     ],
     "guide/look-at-runs.md": [lambda names: list(names["frame"]["number"]) == [1]],
-    "guide/defences.md": [lambda names: set(names["result"].excluded) == {"liar"}],
+    "guide/defences.md": [lambda names: set(names["result"].excluded) == {"malicious"}],
     "guide/faults.md": [lambda names: names["honest"].records[-1].accuracy > 0.2 and names["attacked"].records],
     "guide/slow-runs.md": [
         lambda names: (

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 import fedcontext as fc
 from fedcontext.errors import FedcontextError
-from fedcontext.faults.attacks import ATTACKS, Adversary, liars, lying_changes, random_direction, with_attacks
+from fedcontext.faults.attacks import (
+    ATTACKS,
+    Adversary,
+    attacked_changes,
+    byzantine_devices,
+    random_direction,
+    with_attacks,
+)
 from fedcontext.faults.faults import FAULTS, active, hit
 from fedcontext.faults.reply import Reply, replies_of, report_of
 from fedcontext.plan import plan_round
@@ -130,10 +137,10 @@ def test_a_higher_chance_hits_at_least_the_same_devices(seed, number, name, one,
 
 
 @given(st.integers(0, 2**40), st.integers(1, 300), st.floats(0, 1), st.floats(0, 1))
-def test_liars_are_a_fixed_set_that_grows_with_the_share(seed, population, one, two):
+def test_byzantine_devices_are_a_fixed_set_that_grows_with_the_share(seed, population, one, two):
     low, high = sorted((one, two))
-    assert liars(seed, population, low) <= liars(seed, population, high)
-    assert len(liars(seed, population, low)) == round(low * population)
+    assert byzantine_devices(seed, population, low) <= byzantine_devices(seed, population, high)
+    assert len(byzantine_devices(seed, population, low)) == round(low * population)
 
 
 def test_no_faults_at_all_is_the_run_without_the_setting(small_data):
@@ -217,83 +224,83 @@ def values(structures):
     return list(structures.values()) if isinstance(structures, dict) else list(structures)
 
 
-def crowd_of(updates, lying=1):
+def crowd_of(updates, byzantine=1):
     replies = [
         Reply(k, np.asarray(update, float), gradient=np.asarray(update, float)) for k, update in enumerate(updates)
     ]
-    return Adversary(replies, lying, seed=0, number=1, trained={})
+    return Adversary(replies, byzantine, seed=0, number=1, trained={})
 
 
-def told(name, updates, mine, lying=1):
-    liar = Reply(99, np.asarray(mine, float), gradient=np.asarray(mine, float), difference=np.asarray(mine, float))
-    return ATTACKS[name].lie(liar, crowd_of(updates, lying))
+def sent_by(name, updates, mine, byzantine=1):
+    honest = Reply(99, np.asarray(mine, float), gradient=np.asarray(mine, float), difference=np.asarray(mine, float))
+    return ATTACKS[name].first(honest, crowd_of(updates, byzantine))
 
 
-def test_simple_lies():
+def test_simple_attacks():
     mine, honest = np.array([1.0, -2.0]), [[1.0, 0.0], [3.0, 2.0]]
-    np.testing.assert_array_equal(told("sign-flip", honest, mine).update, -mine)
-    np.testing.assert_array_equal(told("scaling", honest, mine).update, 1e6 * mine)
-    np.testing.assert_allclose(np.linalg.norm(told("noise", honest, mine).update), 10 * np.linalg.norm(mine))
-    np.testing.assert_array_equal(told("inner-product", honest, mine).update, [-1.0, -0.5])
-    assert told("samples", honest, mine).samples == 2**53
-    flipped = told("gradient-flip", honest, mine)
+    np.testing.assert_array_equal(sent_by("sign-flip", honest, mine).update, -mine)
+    np.testing.assert_array_equal(sent_by("scaling", honest, mine).update, 1e6 * mine)
+    np.testing.assert_allclose(np.linalg.norm(sent_by("noise", honest, mine).update), 10 * np.linalg.norm(mine))
+    np.testing.assert_array_equal(sent_by("inner-product", honest, mine).update, [-1.0, -0.5])
+    assert sent_by("samples", honest, mine).samples == 2**53
+    flipped = sent_by("gradient-flip", honest, mine)
     np.testing.assert_array_equal((flipped.update, flipped.gradient, flipped.difference), (mine, -mine, -mine))
-    np.testing.assert_array_equal(told("gradient-scaling", honest, mine).gradient, 1e6 * mine)
+    np.testing.assert_array_equal(sent_by("gradient-scaling", honest, mine).gradient, 1e6 * mine)
 
 
 @pytest.mark.parametrize("name", ["change-flip", "change-scaling"])
-def test_liars_of_the_second_exchange_are_honest_in_the_first(small_data, name):
+def test_attackers_of_the_second_exchange_are_honest_in_the_first(small_data, name):
     settings, attack = {**SMALL, "data": small_data, "probes": 10, "seed": 1}, {"attack": f"{name}=0.4"}
     honest, attacked = (fc.train(**settings, **more) for more in ({}, attack))
     assert not np.array_equal(attacked.params, honest.params)
     one, two = (fc.train(**settings, **more, exchanges=1) for more in ({}, attack))
     np.testing.assert_array_equal(one.params, two.params)
     named = {device for record in attacked.records for device, note in record.clipped.items() if "change" in note}
-    assert named & liars(1, 12, 0.4)
+    assert named & byzantine_devices(1, 12, 0.4)
 
 
 def test_two_faced_devices_favour_their_direction_in_both_exchanges():
     target = random_direction(3, 4)
-    (who,) = liars(3, 10, 0.1)
-    changed = lying_changes({who: np.array([3.0, 0.0, 4.0, 0.0])}, 3, 10, {"two-faced": 0.1}, {})
+    (who,) = byzantine_devices(3, 10, 0.1)
+    changed = attacked_changes({who: np.array([3.0, 0.0, 4.0, 0.0])}, 3, 10, {"two-faced": 0.1}, {})
     np.testing.assert_allclose(changed[who], -50 * target)
 
 
-def test_colluding_liars_agree_on_direction_and_promise_descent():
+def test_colluding_devices_agree_on_direction_and_promise_descent():
     honest = [[3.0, 4.0], [3.0, 4.0]]
-    one, two = (told("collusion", honest, mine).update for mine in ([1.0, 0.0], [0.0, 9.0]))
+    one, two = (sent_by("collusion", honest, mine).update for mine in ([1.0, 0.0], [0.0, 9.0]))
     np.testing.assert_array_equal(one, two)
     np.testing.assert_allclose(np.linalg.norm(one), 5)
-    lie = told("two-faced", honest, [1.0, 0.0])
-    np.testing.assert_allclose(lie.update @ lie.gradient, -5 * 50)
+    sent = sent_by("two-faced", honest, [1.0, 0.0])
+    np.testing.assert_allclose(sent.update @ sent.gradient, -5 * 50)
 
 
 def test_a_little_is_enough_by_the_papers_formula():
-    """50 devices, 12 of them liars: s = 26 - 12 = 14 supporters, z = Φ⁻¹((38 - 14) / 38)."""
+    """50 devices, 12 of them Byzantine: s = 26 - 12 = 14 supporters, z = Φ⁻¹((38 - 14) / 38)."""
     updates = np.random.default_rng(0).standard_normal((38, 4))
     z = NormalDist().inv_cdf(24 / 38)
     np.testing.assert_allclose(
-        told("little", updates, np.zeros(4), lying=12).update, updates.mean(axis=0) - z * updates.std(axis=0)
+        sent_by("little", updates, np.zeros(4), byzantine=12).update, updates.mean(axis=0) - z * updates.std(axis=0)
     )
 
 
 def test_min_max_stays_within_the_spread_of_honest_updates_and_at_its_edge():
     updates = np.random.default_rng(1).standard_normal((8, 5))
-    lie = told("min-max", updates, np.zeros(5)).update
+    sent = sent_by("min-max", updates, np.zeros(5)).update
     widest = max(np.linalg.norm(a - b) for a in updates for b in updates)
-    np.testing.assert_allclose(np.linalg.norm(updates - lie, axis=1).max(), widest, rtol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(updates - sent, axis=1).max(), widest, rtol=1e-6)
 
 
 def test_flipped_labels_and_backdoors_are_trained_on_poisoned_data(small_data):
     flipped = fc.FederatedData("small", small_data.train.map(lambda s: (s[0], 2 - s[1])), small_data.test, 3)
     sent, arrived, _ = reports(small_data, "fedavg-contextual", attack="label-flip=1", number=1)
     assert all(np.array_equal(arrived.updates[k], sent.updates[k]) for k in sent.updates)  # nobody honest: no attack
-    who = liars(0, 12, 0.5)
+    who = byzantine_devices(0, 12, 0.5)
     sent, arrived, _ = reports(small_data, "fedavg-contextual", attack="label-flip=0.5", number=1)
     run = simulation(flipped, "fedavg-contextual")
-    lies = aggregated(run, run.start())
+    poisoned = aggregated(run, run.start())
     for device in sent.updates:
-        source = lies if device in who else sent
+        source = poisoned if device in who else sent
         np.testing.assert_allclose(arrived.updates[device], source.updates[device], rtol=1e-5, atol=1e-7)
 
 
@@ -306,9 +313,9 @@ def test_a_backdoor_opens_where_the_mean_is_taken_and_is_measured():
 
 def test_attacks_combine_on_the_same_devices():
     replies = [Reply(k, np.ones(2), gradient=np.ones(2)) for k in range(10)]
-    lies = with_attacks(replies, 0, 1, 10, {"sign-flip": 0.2, "gradient-flip": 0.2}, {})
-    flipped = {reply.device for reply in lies if reply.update[0] < 0}
-    assert flipped == {reply.device for reply in lies if reply.gradient[0] < 0} == liars(0, 10, 0.2)
+    sent = with_attacks(replies, 0, 1, 10, {"sign-flip": 0.2, "gradient-flip": 0.2}, {})
+    flipped = {reply.device for reply in sent if reply.update[0] < 0}
+    assert flipped == {reply.device for reply in sent if reply.gradient[0] < 0} == byzantine_devices(0, 10, 0.2)
 
 
 @pytest.mark.parametrize(

@@ -141,10 +141,10 @@ def test_the_first_step_goes_to_the_minimum_that_the_devices_slopes_show(remaini
     assert memory.trust == pytest.approx(multiple)
 
 
-@pytest.mark.parametrize(("liars", "others"), [(3, 0.0), (3, 0.2), (2, 0.3), (1, 0.37)])
-def test_lying_devices_lengthen_the_first_step_by_no_more_than_is_stated(liars, others):
-    taken = first_round([1 - 1e-12] * liars + [others] * (10 - liars))[0]
-    bound = 10 / ((10 - liars) * (1 - others) + liars / 8)
+@pytest.mark.parametrize(("byzantine", "others"), [(3, 0.0), (3, 0.2), (2, 0.3), (1, 0.37)])
+def test_byzantine_devices_lengthen_the_first_step_by_no_more_than_is_stated(byzantine, others):
+    taken = first_round([1 - 1e-12] * byzantine + [others] * (10 - byzantine))[0]
+    bound = 10 / ((10 - byzantine) * (1 - others) + byzantine / 8)
     assert taken == pytest.approx(bound if bound > 1.6 else 1)
 
 

@@ -25,19 +25,19 @@ def step(rule, updates, **given):
 
 
 @st.composite
-def honest_and_liars(draw, most_liars=3):
+def honest_and_byzantine(draw, most=3):
     """Ten updates near a common vector, up to three of which are replaced by anything finite."""
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     updates = random.standard_normal(6) + 0.1 * random.standard_normal((10, 6))
-    lying = draw(st.integers(0, most_liars))
-    updates[:lying] = draw(st.sampled_from([-1e6, -1.0, 0.0, 3.0, 1e12])) * random.standard_normal((lying, 6))
-    return updates, lying
+    byzantine = draw(st.integers(0, most))
+    updates[:byzantine] = draw(st.sampled_from([-1e6, -1.0, 0.0, 3.0, 1e12])) * random.standard_normal((byzantine, 6))
+    return updates, byzantine
 
 
-@given(honest_and_liars())
+@given(honest_and_byzantine())
 def test_no_minority_moves_a_robust_rule_out_of_the_honest_updates(case):
-    updates, lying = case
-    honest = updates[lying:]
+    updates, byzantine = case
+    honest = updates[byzantine:]
     width = max(np.linalg.norm(a - b) for a in honest for b in honest)
     for name, make in RULES.items():
         away = np.linalg.norm(step(make(), updates) - honest.mean(axis=0))
@@ -45,18 +45,18 @@ def test_no_minority_moves_a_robust_rule_out_of_the_honest_updates(case):
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.1, 0.2, 0.3]))
-def test_krum_by_the_papers_formula(seed, liars):
+def test_krum_by_the_papers_formula(seed, byzantine):
     updates = np.random.default_rng(seed).standard_normal((10, 4))
-    f = int(liars * 10)
+    f = int(byzantine * 10)
     scores = []
     for i in range(10):
         distances = sorted(np.sum((updates[i] - updates[j]) ** 2) for j in range(10) if j != i)
         scores.append(sum(distances[: 10 - f - 2]))
-    np.testing.assert_allclose(step(fc.krum(liars), updates), updates[np.argmin(scores)], atol=1e-12)
+    np.testing.assert_allclose(step(fc.krum(byzantine), updates), updates[np.argmin(scores)], atol=1e-12)
     lowest = np.argsort(scores)[: 10 - f]
-    np.testing.assert_allclose(step(fc.multi_krum(liars), updates), updates[lowest].mean(axis=0), atol=1e-12)
+    np.testing.assert_allclose(step(fc.multi_krum(byzantine), updates), updates[lowest].mean(axis=0), atol=1e-12)
     squares = np.array([[np.sum((a - b) ** 2) for a in updates] for b in updates])
-    np.testing.assert_allclose(krum_scores(squares, liars), scores)
+    np.testing.assert_allclose(krum_scores(squares, byzantine), scores)
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -120,8 +120,8 @@ def test_fltrust_without_a_root_update_says_what_to_give():
 
 @pytest.mark.parametrize("rule", [fc.krum, fc.multi_krum, fc.trimmed_mean])
 @pytest.mark.parametrize("share", [0.5, -0.1, "a"])
-def test_a_share_of_liars_that_is_none_or_a_majority_is_refused(rule, share):
-    with pytest.raises(FedcontextError, match=f"liars must be a share from 0 to below 0.5, got {share!r}"):
+def test_a_byzantine_share_that_is_none_or_a_majority_is_refused(rule, share):
+    with pytest.raises(FedcontextError, match=f"byzantine must be a share from 0 to below 0.5, got {share!r}"):
         rule(share)
 
 
@@ -167,13 +167,13 @@ def test_both_kinds_of_rules_combine_gradients_in_the_same_way(how, seed):
 
 
 @pytest.mark.parametrize("how", COMBINED)
-@given(case=honest_and_liars(most_liars=2))
+@given(case=honest_and_byzantine(most=2))
 def test_no_minority_of_probes_leads_the_estimate_out_of_the_honest_gradients(how, case):
-    gradients, lying = case
-    honest = gradients[lying:]
+    gradients, byzantine = case
+    honest = gradients[byzantine:]
     width = max(np.linalg.norm(a - b) for a in honest for b in honest)
     found = estimate(gradients, how, root_gradient=honest.mean(axis=0), defences=None)
-    assume(how != "trust" or (gradients[:lying] @ honest.mean(axis=0) <= 0).all())  # trust sees directions alone
+    assume(how != "trust" or (gradients[:byzantine] @ honest.mean(axis=0) <= 0).all())  # trust sees directions alone
     assert np.linalg.norm(found - honest.mean(axis=0)) <= 3 * width
 
 

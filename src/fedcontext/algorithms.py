@@ -30,7 +30,7 @@ class Hyperparameters:
     server_momentum: float = 0.9  # of FedAvgM; β₁ of FedAdam and FedYogi
     averaging: Averaging = "mean"
     gradients: Combination = "mean"  # how the probes' gradients are combined
-    liars: float = 0.3  # share of devices that Krum, multi-Krum and the trimmed mean withstand
+    byzantine: float = 0.3  # share of Byzantine devices that Krum, multi-Krum and the trimmed mean withstand
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,10 @@ ALGORITHMS: dict[str, Recipe] = {
     "fedmgda": _with_rule("fedmgda", lambda h: averaging.fedmgda()),
     "scaffold": lambda h: replace(fedavg(h), name="scaffold", variates=variates.scaffold(h.learning_rate)),
     "feddyn": lambda h: replace(fedprox(h), name="feddyn", variates=variates.feddyn(h.mu)),
-    "krum": _with_rule("krum", lambda h: robust.krum(h.liars)),
-    "multi-krum": _with_rule("multi-krum", lambda h: robust.multi_krum(h.liars)),
+    "krum": _with_rule("krum", lambda h: robust.krum(h.byzantine)),
+    "multi-krum": _with_rule("multi-krum", lambda h: robust.multi_krum(h.byzantine)),
     "median": _with_rule("median", lambda h: robust.coordinate_median()),
-    "trimmed-mean": _with_rule("trimmed-mean", lambda h: robust.trimmed_mean(h.liars)),
+    "trimmed-mean": _with_rule("trimmed-mean", lambda h: robust.trimmed_mean(h.byzantine)),
     "geometric-median": _with_rule("geometric-median", lambda h: robust.geometric_median()),
     "norm-clipping": _with_rule("norm-clipping", lambda h: robust.norm_clipping()),
     "fltrust": _with_rule("fltrust", lambda h: robust.fltrust()),
@@ -175,7 +175,8 @@ def _weighs_probes(algorithm: Algorithm) -> bool:
     return isinstance(algorithm.rule, Rule) and "gradient" in algorithm.rule.needs
 
 
-# Whether an algorithm, made with averaging by samples, uses a setting; those that are not here are accepted for all.
+# By setting: whether an algorithm uses it when made with averaging by samples. `unused_settings` finds the unused
+# hyperparameters itself; all algorithms accept the other settings.
 USES: dict[str, Callable[[Algorithm], bool]] = {
     "probes": _needs("gradient"),
     "gradient_averaging": _needs("gradient"),
@@ -197,7 +198,7 @@ def unused_settings(name: str) -> set[str]:
     """Return the settings of some algorithms that do not change this one's steps; none for an unknown algorithm.
 
     >>> sorted(unused_settings("fedprox-memory"))
-    ['averaging', 'liars', 'max_samples', 'max_step', 'pool', 'probe_averaging', 'server_momentum', 'smoothness']
+    ['averaging', 'byzantine', 'max_samples', 'max_step', 'pool', 'probe_averaging', 'server_momentum', 'smoothness']
     """
     if name not in ALGORITHMS:
         return set()
@@ -210,7 +211,7 @@ def unused_settings(name: str) -> set[str]:
 
     algorithm = ALGORITHMS[name](Traced(learning_rate=0.1, smoothness=10.0, averaging="samples"))
     bounded = {"smoothness"} if "own gradients" in algorithm.rule.needs else set()  # at which a bound is reported
-    unread = {"mu", "smoothness", "server_momentum", "liars"} - used - bounded
+    unread = {"mu", "smoothness", "server_momentum", "byzantine"} - used - bounded
     return unread | {setting for setting, uses in USES.items() if not uses(algorithm)}
 
 

@@ -120,23 +120,23 @@ class Experiment:
     averaging: Averaging = setting(
         "mean",
         AVERAGING,
-        "Averaging of updates in FedAvg and FedProx: plain mean, or by sample counts; the rule with memory has the mean",
+        "Averaging of updates in FedAvg and FedProx: plain mean, or by sample counts; the rule with memory uses the mean",
     )
     gradient_averaging: Combination = setting(
         "mean",
         one_of(COMBINATIONS),
-        "Combination of the probes' gradients; all but mean withstand some lying probes, trust by the server's own samples",
+        "Combination of the probes' gradients; all but mean tolerate some Byzantine probes; trust needs samples on the server",
     )
-    liars: float = setting(
+    byzantine: float = setting(
         0.3,
         number(most=0.49),
-        "Share of devices that may lie, for krum, multi-krum and trimmed-mean",
+        "Assumed share of Byzantine devices, which krum, multi-krum and trimmed-mean withstand",
         aliases=("num_malicious_nodes", "beta_trim"),
     )
     probe_averaging: Averaging = setting(
         "samples",
         AVERAGING,
-        "Averaging of the probes' gradients: plain mean, or by sample counts; the rule with memory has the mean",
+        "Averaging of the probes' gradients: plain mean, or by sample counts; the rule with memory uses the mean",
     )
     max_gradient: float = setting(
         SAFE.max_gradient, number(), "Gradients are clipped to this multiple of the probes' median norm; 0 disables"
@@ -176,7 +176,7 @@ class Experiment:
     attack: str = setting(
         "none",
         shares_by_name(ATTACKS),
-        "Share of devices that lie, for each attack, such as sign-flip=0.2; `fedcontext faults` lists all",
+        "Share of Byzantine devices for each attack, such as sign-flip=0.2; `fedcontext faults` lists all",
         aliases=("attacks",),
     )
     eval_every: int = setting(1, integer(1), "Evaluate every n-th round and the last")

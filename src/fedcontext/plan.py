@@ -35,7 +35,7 @@ class Stream(IntEnum):
     GRADIENT_CODE = 8
     DIFFERENCE_CODE = 9
     FAULTS = 10
-    LIARS = 11
+    BYZANTINE = 11
     ATTACKS = 12
     ROOT = 13
     PARTIAL = 14

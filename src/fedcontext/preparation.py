@@ -195,7 +195,7 @@ def _algorithm(experiment: Experiment, given: Algorithm | AnyRule | None, smooth
         server_momentum=experiment.server_momentum,
         averaging=experiment.averaging,
         gradients=experiment.gradient_averaging,
-        liars=experiment.liars,
+        byzantine=experiment.byzantine,
     )
     if given is None:
         algorithm = algorithm_named(experiment.algorithm, hyperparameters)
@@ -218,7 +218,7 @@ def _check_overruled(experiment: Experiment, used: Mapping[str, Any], by: str) -
         "server_momentum",
         "averaging",
         "gradient_averaging",
-        "liars",
+        "byzantine",
     ):
         value = getattr(experiment, name)
         if value not in (getattr(usual, name), used.get(name)):

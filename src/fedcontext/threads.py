@@ -1,4 +1,4 @@
-"""A task for each item on all cores; the calling thread works too, so that a busy machine costs no waiting."""
+"""Run a task on each item in threads on all cores; the calling thread works too, so it never waits for a free core."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ FAULTS: dict[str, tuple[Meddle, str]] = {
     "update but no gradient": (without(GRADIENT), "update but no gradient"),
     "nothing at all": (replaced(RecordDict()), "no update"),
     "bytes that are no array": (only("train")(corrupt), "an array cannot be read"),
-    "a header that lies": (only("train")(bomb), "an array cannot be read"),
+    "a false header": (only("train")(bomb), "an array cannot be read"),
 }
 
 
@@ -189,13 +189,13 @@ def test_an_answer_to_another_devices_message_is_not_taken_for_its_reply(tmp_pat
     def meddle(partition: int, message: Message, reply: Message) -> list[Message]:
         if partition != BAD:
             forged = Message(RecordDict(dict(reply.content)), reply_to=message)
-            forged.metadata.__dict__["_src_node_id"] = liar
+            forged.metadata.__dict__["_src_node_id"] = bad_node
             seen[partition] = forged
             return [reply, forged]
         return [reply]
 
     grid = MemoryGrid(APP, range(5), meddle=meddle)
-    (liar,) = [node for node, partition in grid.partitions.items() if partition == BAD]
+    (bad_node,) = [node for node, partition in grid.partitions.items() if partition == BAD]
     strategy(tmp_path).start(grid, record_of(START), 1)
     (record,) = fc.read_run(tmp_path / "run.jsonl")[1]
     assert len(seen) == 4
@@ -230,8 +230,8 @@ def test_no_device_gets_another_one_excluded_or_a_round_lost(tmp_path: Path, rul
 @pytest.mark.parametrize("metrics", [{"loss": float("nan")}, {"other": 1.0}, {"loss": [1.0, 2.0]}, {"loss": 9.0}])
 def test_no_device_spoils_the_training_metrics(tmp_path: Path, metrics: dict) -> None:
     def meddle(partition: int, message: Message, reply: Message) -> list[Message]:
-        lie = {"num-examples": 2**53, **metrics} if partition == BAD else {"num-examples": 10, "loss": 1.0}
-        reply.content["metrics"] = MetricRecord(lie)
+        claim = {"num-examples": 2**53, **metrics} if partition == BAD else {"num-examples": 10, "loss": 1.0}
+        reply.content["metrics"] = MetricRecord(claim)
         return [reply]
 
     found = strategy(tmp_path).start(MemoryGrid(APP, range(10), meddle=meddle), record_of(START), 1)
@@ -405,8 +405,8 @@ def test_a_bad_evaluation_is_left_out(tmp_path: Path, metrics: dict) -> None:
 @pytest.mark.parametrize("samples", [2.0**53, 1e308])
 def test_an_evaluator_that_claims_many_samples_counts_as_three(tmp_path: Path, samples: float) -> None:
     def evaluate(params, context):
-        liar = context.node_config["partition-id"] == BAD
-        return {"accuracy": 1.0, "num-examples": samples} if liar else {"accuracy": 0.5, "num-examples": 10.0}
+        bad = context.node_config["partition-id"] == BAD
+        return {"accuracy": 1.0, "num-examples": samples} if bad else {"accuracy": 0.5, "num-examples": 10.0}
 
     grid = MemoryGrid(numpy_client(train, gradient, evaluate), range(10))
     found = strategy(tmp_path, FedAvg()).start(grid, record_of(START), 1)

@@ -168,11 +168,11 @@ def test_a_strategy_that_keeps_fedavgs_aggregation_gives_the_rules_model(inner: 
 
 
 ROBUST = {
-    "Krum": "krum(liars=0)",
-    "MultiKrum": "multi_krum(liars=0)",
-    "Bulyan": "multi_krum(liars=0)",
+    "Krum": "krum(byzantine=0)",
+    "MultiKrum": "multi_krum(byzantine=0)",
+    "Bulyan": "multi_krum(byzantine=0)",
     "FedMedian": "coordinate_median()",
-    "FedTrimmedAvg": "trimmed_mean(liars=0.2)",
+    "FedTrimmedAvg": "trimmed_mean(byzantine=0.2)",
 }
 
 

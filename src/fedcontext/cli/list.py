@@ -32,7 +32,7 @@ def algorithms(as_json: AsJson = False) -> None:
 def faults() -> None:
     """List the faults for --faults and the attacks for --attack."""
     out.print(plain_table(("--faults", "the device"), list(FAULTS.items())))
-    out.print(plain_table(("--attack", "liars"), [(name, attack.help) for name, attack in ATTACKS.items()]))
+    out.print(plain_table(("--attack", "Byzantine devices"), [(name, attack.help) for name, attack in ATTACKS.items()]))
 
 
 def _described(name: str, algorithm: Algorithm) -> dict[str, str]:

@@ -116,7 +116,7 @@ class FederatedData:
 
 
 def _digest(arrays: Sequence[npt.NDArray[Any]]) -> str:
-    """Return a digest of the arrays' types, shapes and bytes: CRC-32 is fast, and nobody forges a data set."""
+    """Return a digest of the arrays' types, shapes and bytes, by CRC-32: fast, but no protection against forgery."""
     facts = [
         f"{a.dtype} {a.shape} {zlib.crc32(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data)}" for a in arrays
     ]

@@ -1,7 +1,8 @@
-"""Attacks by devices that lie, in simulations. Who lies is a fixed set of devices that follows from the seed.
+"""Attacks by Byzantine devices, in simulations. Which devices these are follows from the seed.
 
-A setting such as "sign-flip=0.2" makes a fifth of all devices lie in every round in which they take part. With several
-attacks the larger set contains the smaller one. Liars know what the honest devices of the round send.
+A setting such as "sign-flip=0.2" makes a fifth of all devices attack in every round in which they take part. With
+several attacks the larger set contains the smaller one. Byzantine devices know what the honest devices of the round
+send.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from fedcontext.faults.reply import Reply
 from fedcontext.plan import Stream, generator
 
 LARGE = 1e6  # factor of scaled updates and gradients
-CLAIM = 2.0**53  # samples that a liar claims to have
-STEEPEST = 1 - 1e-9  # remaining slope that a liar claims, which asks for the longest first step
+CLAIM = 2.0**53  # samples that a Byzantine device claims to have
+STEEPEST = 1 - 1e-9  # remaining slope that it claims, which asks for the longest first step
 TRIGGER, VALUE = 20, 4.0  # the trigger of a backdoor: this value in the first twentieth of the features
 
 
 @dataclass(frozen=True)
 class Adversary:
-    """What all liars of a round know."""
+    """What all Byzantine devices of a round know."""
 
     honest: Sequence[Reply]
-    liars: int
+    byzantine: int  # how many of them train
     seed: int
     number: int
     trained: Mapping[tuple[str, int], Reply]  # what a device would send if it had trained on poisoned data
@@ -60,8 +61,8 @@ class Adversary:
     @cached_property
     def little(self) -> FloatArray:
         """(n,) μ - z σ, with the largest z that leaves a majority of devices farther from μ (Baruch et al. 2019)."""
-        total = len(self.updates) + self.liars
-        supporters = math.floor(total / 2 + 1) - self.liars
+        total = len(self.updates) + self.byzantine
+        supporters = math.floor(total / 2 + 1) - self.byzantine
         share = min(max((len(self.updates) - supporters) / len(self.updates), 0.5), 0.999)
         return np.asarray(self.mean - NormalDist().inv_cdf(share) * self.updates.std(axis=0))
 
@@ -88,7 +89,7 @@ def random_direction(seed: int, size: int) -> FloatArray:
 
 
 def _sends(update: Callable[[FloatArray, Adversary], FloatArray]) -> Callable[[Reply, Adversary], Reply]:
-    """Return the attack of a liar that sends another update, if it was asked for one."""
+    """Return the attack that sends another update, if the device was asked for one."""
 
     def attack(reply: Reply, adversary: Adversary) -> Reply:
         return reply if reply.update is None else replace(reply, update=update(reply.update, adversary))
@@ -100,6 +101,10 @@ def _gradients_times(factor: float) -> Callable[[Reply, Adversary], Reply]:
     return lambda reply, adversary: reply.scaled(factor, ("gradient", "difference"))
 
 
+def _change_times(factor: float) -> Callable[[FloatArray, int], FloatArray]:
+    return lambda change, seed: factor * change
+
+
 def _noise(reply: Reply, adversary: Adversary) -> Reply:
     if reply.update is None:
         return reply
@@ -108,7 +113,7 @@ def _noise(reply: Reply, adversary: Adversary) -> Reply:
 
 
 def _poisoned(name: str) -> Callable[[Reply, Adversary], Reply]:
-    """Return the attack of a liar that computes all it sends on poisoned data."""
+    """Return the attack of a device that computes all it sends on poisoned data."""
 
     def attack(reply: Reply, adversary: Adversary) -> Reply:
         own = adversary.trained[name, reply.device]
@@ -137,19 +142,26 @@ def _two_faced(reply: Reply, adversary: Adversary) -> Reply:
     )
 
 
+def _two_faced_change(change: FloatArray, seed: int) -> FloatArray:
+    return np.asarray(-10 * np.linalg.norm(change) * random_direction(seed, change.size))
+
+
 @dataclass(frozen=True)
 class Attack:
-    """What liars do, in words and as a function of the honest reply (none if they lie in the second exchange only)."""
+    """What Byzantine devices do, in words and as a function for each exchange; without one they are honest in it."""
 
     help: str
-    lie: Callable[[Reply, Adversary], Reply] | None = None
+    first: Callable[[Reply, Adversary], Reply] | None = None  # of the honest reply
+    change: Callable[[FloatArray, int], FloatArray] | None = None  # of the change on their data, and the seed
 
 
 ATTACKS = {
     "sign-flip": Attack("send the opposite of their update", _sends(lambda update, adversary: -update)),
     "scaling": Attack("send their update times 1e6", _sends(lambda update, adversary: LARGE * update)),
     "noise": Attack("send Gaussian noise, ten times as long as their update", _noise),
-    "label-flip": Attack("train on labels in reverse order, c -> C - 1 - c", _poisoned("label-flip")),
+    "label-flip": Attack(
+        "train on labels in reverse order, c -> C - 1 - c", _poisoned("label-flip"), lambda change, seed: change
+    ),
     "collusion": Attack(
         "all send the same random direction, as long as the honest mean, in every round",
         _sends(lambda update, adversary: np.linalg.norm(adversary.mean) * adversary.target),
@@ -167,12 +179,19 @@ ATTACKS = {
         _sends(lambda update, adversary: adversary.min_max),
     ),
     "samples": Attack("claim to have 2^53 samples", lambda reply, adversary: replace(reply, samples=CLAIM)),
-    "gradient-scaling": Attack("send their gradient times 1e6", _gradients_times(LARGE)),
-    "gradient-flip": Attack("send the opposite of their gradient", _gradients_times(-1.0)),
-    "change-scaling": Attack("lie in the second exchange alone: send the change of their gradient times 1e6"),
-    "change-flip": Attack("lie in the second exchange alone: send the opposite of the change of their gradient"),
+    "gradient-scaling": Attack("send their gradient times 1e6", _gradients_times(LARGE), _change_times(LARGE)),
+    "gradient-flip": Attack("send the opposite of their gradient", _gradients_times(-1.0), _change_times(-1.0)),
+    "change-scaling": Attack(
+        "in the second exchange alone: send the change of their gradient times 1e6", change=_change_times(LARGE)
+    ),
+    "change-flip": Attack(
+        "in the second exchange alone: send the opposite of the change of their gradient",
+        change=_change_times(-1.0),
+    ),
     "two-faced": Attack(
-        "send a random direction as update, and in both exchanges gradients that favour it", _two_faced
+        "send a random direction as update, and in both exchanges gradients that favour it",
+        _two_faced,
+        _two_faced_change,
     ),
     "backdoor": Attack(
         "train on samples with a trigger, labelled 0, and add a step down the gradient to the update", _backdoor
@@ -214,23 +233,16 @@ def all_triggered(samples: Samples) -> Samples:
     return features, np.zeros(len(features), samples[1].dtype)
 
 
-CHANGE_LIES: Mapping[str, Callable[[FloatArray, int], FloatArray]] = {  # of the honest change and the seed
-    "gradient-scaling": lambda change, seed: LARGE * change,
-    "gradient-flip": lambda change, seed: -change,
-    "two-faced": lambda change, seed: -10 * np.linalg.norm(change) * random_direction(seed, change.size),
-    "change-scaling": lambda change, seed: LARGE * change,
-    "change-flip": lambda change, seed: -change,
-}
 POISONS: Mapping[str, Callable[[int], Callable[[Samples], Samples]]] = {
     "label-flip": reverse_labels,
     "backdoor": lambda classes: add_trigger,
 }
 
 
-def liars(seed: int, population: int, share: float) -> frozenset[int]:
-    """Return the devices that lie: the first of a fixed order of all devices.
+def byzantine_devices(seed: int, population: int, share: float) -> frozenset[int]:
+    """Return the Byzantine devices: the first of a fixed order of all devices.
 
-    >>> liars(0, 100, 0.1) < liars(0, 100, 0.2), len(liars(0, 100, 0.2))
+    >>> byzantine_devices(0, 100, 0.1) < byzantine_devices(0, 100, 0.2), len(byzantine_devices(0, 100, 0.2))
     (True, 20)
     """
     return frozenset(_order(seed, population)[: round(share * population)])
@@ -238,31 +250,31 @@ def liars(seed: int, population: int, share: float) -> frozenset[int]:
 
 @lru_cache(maxsize=4)
 def _order(seed: int, population: int) -> tuple[int, ...]:
-    return tuple(generator(seed, 0, Stream.LIARS).permutation(population).tolist())
+    return tuple(generator(seed, 0, Stream.BYZANTINE).permutation(population).tolist())
 
 
-def lying_changes(
+def attacked_changes(
     changes: Mapping[int, FloatArray],
     seed: int,
     population: int,
     attacks: Shares,
     poisoned: Mapping[tuple[str, int], FloatArray],
 ) -> dict[int, FloatArray]:
-    """Return the changes of the probes' gradients over a proposed step, with those of liars replaced.
+    """Return the changes of the probes' gradients over a proposed step, with those of Byzantine devices replaced.
 
-    Attacks that are not in `CHANGE_LIES` are honest here; ``poisoned`` has the changes computed on poisoned data.
+    ``poisoned`` has the changes computed on poisoned data, by attack and device.
 
-    >>> who = next(iter(liars(0, 10, 0.1)))
-    >>> float(lying_changes({who: np.ones(1)}, 0, 10, {"gradient-flip": 0.1}, {})[who][0])
+    >>> who = next(iter(byzantine_devices(0, 10, 0.1)))
+    >>> float(attacked_changes({who: np.ones(1)}, 0, 10, {"gradient-flip": 0.1}, {})[who][0])
     -1.0
     """
     changed = dict(changes)
     for name, share in attacks.items():
-        for device in (liars(seed, population, share) if name in ATTACKS else frozenset()) & changed.keys():
-            if (name, device) in poisoned:
-                changed[device] = poisoned[name, device]
-            elif name in CHANGE_LIES:
-                changed[device] = CHANGE_LIES[name](changed[device], seed)
+        change = ATTACKS[name].change if name in ATTACKS else None  # "until" is no attack
+        if change is None:
+            continue
+        for device in byzantine_devices(seed, population, share) & changed.keys():
+            changed[device] = change(poisoned.get((name, device), changed[device]), seed)
     return changed
 
 
@@ -274,26 +286,26 @@ def with_attacks(
     attacks: Shares,
     trained: Mapping[tuple[str, int], Reply],
 ) -> list[Reply]:
-    """Return the replies of a round with those of liars replaced; a round without an honest update is left as it is.
+    """Return the replies of a round with those of Byzantine devices replaced; all stay if no update is honest.
 
-    >>> who = next(iter(liars(0, 10, 0.1)))
+    >>> who = next(iter(byzantine_devices(0, 10, 0.1)))
     >>> replies = [Reply(device, np.ones(1)) for device in range(10)]
-    >>> lies = with_attacks(replies, 0, 1, 10, {"sign-flip": 0.1}, {})
-    >>> [int(reply.update[0]) for reply in lies].index(-1) == who
+    >>> sent = with_attacks(replies, 0, 1, 10, {"sign-flip": 0.1}, {})
+    >>> [int(reply.update[0]) for reply in sent].index(-1) == who
     True
     """
     changed = list(replies)
     for name, share in attacks.items():
-        lie = ATTACKS[name].lie if name in ATTACKS else None  # "until" is no attack
-        if lie is None:
+        first = ATTACKS[name].first if name in ATTACKS else None  # "until" is no attack
+        if first is None:
             continue
-        lying = liars(seed, population, share)
-        honest = [reply for reply in replies if reply.device not in lying]
+        byzantine = byzantine_devices(seed, population, share)
+        honest = [reply for reply in replies if reply.device not in byzantine]
         trains = [reply for reply in replies if reply.update is not None and not reply.pool]
-        adversary = Adversary(honest, sum(reply.device in lying for reply in trains), seed, number, trained)
+        adversary = Adversary(honest, sum(reply.device in byzantine for reply in trains), seed, number, trained)
         if len(adversary.updates):
             changed = [
-                replace(lie(reply, adversary), remaining_slope=STEEPEST) if reply.device in lying else reply
+                replace(first(reply, adversary), remaining_slope=STEEPEST) if reply.device in byzantine else reply
                 for reply in changed
             ]
     return changed

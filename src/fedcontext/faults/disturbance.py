@@ -1,4 +1,4 @@
-"""Faults and attacks of a simulated round: who takes part, what liars send, and what of it arrives."""
+"""Faults and attacks of a simulated round: who takes part, what Byzantine devices send, and what arrives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedcontext.arrays.tree import FloatArray, Structure, leaves
 from fedcontext.datasets.federated import FederatedData, join
 from fedcontext.engines.base import Engine, Work
 from fedcontext.errors import FedcontextError
-from fedcontext.faults.attacks import POISONS, all_triggered, liars, lying_changes, with_attacks
+from fedcontext.faults.attacks import ATTACKS, POISONS, all_triggered, attacked_changes, byzantine_devices, with_attacks
 from fedcontext.faults.faults import FROM_LAST_ROUND, Shares, active, faulty_changes, hit, with_faults, without_absent
 from fedcontext.faults.reply import Reply, replies_of, report_of
 from fedcontext.measurement.geometry import Report
@@ -50,8 +50,8 @@ class Disturbance:
     by_samples: bool  # how the probes' gradients are weighed
     faults: Shares = field(default_factory=dict)
     attack: Shares = field(default_factory=dict)
-    poisoned: Mapping[str, Engine] = field(default_factory=dict)  # by attack: an engine on the data that liars use
-    triggered: Engine | None = None  # on test samples with the trigger of a backdoor, labelled as liars label them
+    poisoned: Mapping[str, Engine] = field(default_factory=dict)  # by attack: an engine on the data that it poisons
+    triggered: Engine | None = None  # on test samples with the trigger of a backdoor, labelled as it wants
 
     @property
     def needs_previous(self) -> bool:
@@ -75,7 +75,7 @@ class Disturbance:
         return self.triggered.evaluate(params)[1] if self.triggered else None
 
     def apply(self, report: Report, request: Request) -> tuple[Report | None, dict[int, str]]:
-        """Return the report as liars and faults change it, None if too little arrives, and why updates are missing."""
+        """Return the report after attacks and faults, None if too little arrives, and why updates are missing."""
         replies, number = replies_of(report, self.sizes, request.names), request.work.number
         if active(self.attack, number):
             poisoned = self._poisoned(request, replies)
@@ -99,20 +99,23 @@ class Disturbance:
         number: int,
         on_engine: Callable[[Engine, IntArray], Sequence[FloatArray]],
     ) -> dict[int, FloatArray]:
-        """Return the changes of the probes' gradients over a proposed step, as liars and faults change them.
+        """Return the changes of the probes' gradients over a proposed step, as attacks and faults change them.
 
         ``on_engine`` gives those of these devices from the data of an engine.
         """
         if active(self.attack, number):
-            lying = {
+            poisoned = {
                 (name, device): row
                 for name, engine in self.poisoned.items()
-                if name != "backdoor"  # its liars report their honest gradients
-                if len(who := np.array(sorted(liars(self.seed, len(self.sizes), self.attack[name]) & changes.keys())))
+                if ATTACKS[name].change
+                if len(who := np.array(sorted(self._byzantine(name) & changes.keys())))
                 for device, row in zip(who.tolist(), on_engine(engine, who), strict=True)
             }
-            changes = lying_changes(changes, self.seed, len(self.sizes), self.attack, lying)
+            changes = attacked_changes(changes, self.seed, len(self.sizes), self.attack, poisoned)
         return faulty_changes(changes, self.seed, number, self.faults)
+
+    def _byzantine(self, attack: str) -> frozenset[int]:
+        return byzantine_devices(self.seed, len(self.sizes), self.attack[attack])
 
     def _trained_before(self, request: Request, chosen: Sequence[Reply]) -> list[FloatArray]:
         if request.previous is None:
@@ -136,12 +139,12 @@ class Disturbance:
         return [Reply(k, u, samples=float(self.sizes[k]), steps=float(s), copy="late") for k, u, s in rows]
 
     def _poisoned(self, request: Request, replies: Sequence[Reply]) -> dict[tuple[str, int], Reply]:
-        """Return what liars would send if they computed it on poisoned data, for the attacks that ask for it."""
+        """Return what Byzantine devices send if they compute it on poisoned data, for the attacks that ask for it."""
         made, work = {}, request.work
         for attack, engine in self.poisoned.items():
-            lying = liars(self.seed, len(self.sizes), self.attack[attack])
-            mine = [reply for reply in replies if reply.device in lying]
-            rows = np.flatnonzero([device in lying for device in work.devices.tolist()])
+            byzantine = self._byzantine(attack)
+            mine = [reply for reply in replies if reply.device in byzantine]
+            rows = np.flatnonzero([device in byzantine for device in work.devices.tolist()])
             updates = engine.train(request.params, work.rows(rows)) if len(rows) else []
             asked = np.array([reply.device for reply in mine if reply.gradient is not None], np.int64)
             gradients, differences = request.answers(engine, asked) if len(asked) else ([], None)

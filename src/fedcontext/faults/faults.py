@@ -1,7 +1,7 @@
 """Faults of devices and networks in simulations, drawn for each device and round: the same for every algorithm.
 
 A setting such as "dropout=0.3,nan=0.1" gives the chance of each fault for a device in a round; "until=20" ends them
-after round 20. Faults come after attacks: a lie can get lost on the way.
+after round 20. Faults come after attacks: a false reply can get lost on the way.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ SIMULATED_ONLY = {
 
 def _share(inner: Any) -> str:
     """Return the share of malicious nodes that one of Flower's strategies is set up for, as an argument."""
-    return f"liars={min(inner.num_malicious_nodes / max(inner.min_train_nodes, 1), 0.49):.2g}"
+    return f"byzantine={min(inner.num_malicious_nodes / max(inner.min_train_nodes, 1), 0.49):.2g}"
 
 
 ROBUST: dict[str, Callable[[Any], str]] = {  # our rules in place of the aggregation of Flower's strategies
@@ -31,7 +31,7 @@ ROBUST: dict[str, Callable[[Any], str]] = {  # our rules in place of the aggrega
     "MultiKrum": lambda inner: f"multi_krum({_share(inner)})",
     "Bulyan": lambda inner: f"multi_krum({_share(inner)})",
     "FedMedian": lambda inner: "coordinate_median()",
-    "FedTrimmedAvg": lambda inner: f"trimmed_mean(liars={inner.beta:.2g})",
+    "FedTrimmedAvg": lambda inner: f"trimmed_mean(byzantine={inner.beta:.2g})",
 }
 
 

@@ -1,4 +1,4 @@
-"""The competition: every entrant is tuned on some seeds and tested on others."""
+"""Run the leaderboard: tune every entrant on some seeds and test it on others."""
 
 from __future__ import annotations
 

@@ -107,14 +107,14 @@ def geometric_median_weights(gram: FloatArray, smoothing: float = 1e-6) -> Float
     return weights
 
 
-def krum_scores(squares: FloatArray, liars: float) -> FloatArray:
-    """Return (K,) the sum of the K - f - 2 smallest squared distances of each row to the others, f = liars K.
+def krum_scores(squares: FloatArray, byzantine: float) -> FloatArray:
+    """Return (K,) the sum of the K - f - 2 smallest squared distances of each row to the others, f = byzantine K.
 
-    >>> krum_scores(np.array([[0.0, 1.0, 9.0], [1.0, 0.0, 4.0], [9.0, 4.0, 0.0]]), liars=0)
+    >>> krum_scores(np.array([[0.0, 1.0, 9.0], [1.0, 0.0, 4.0], [9.0, 4.0, 0.0]]), byzantine=0)
     array([1., 1., 4.])
     """
     count = len(squares)
-    nearest = max(count - int(liars * count) - 2, 1)
+    nearest = max(count - int(byzantine * count) - 2, 1)
     return np.asarray(np.sort(squares, axis=1)[:, 1 : nearest + 1].sum(axis=1))  # the first is the distance to itself
 
 

@@ -1,7 +1,7 @@
 """Limits on the influence of one device, in multiples of the round's median.
 
 Vectors are clipped relative to the lower median of the positive norms that devices sent in this round, and left out
-relative to the upper one: no device decides either while fewer than half of them lie.
+relative to the upper one: no device decides either while fewer than half of them are Byzantine.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from fedcontext.measurement.geometry import Geometry, Name, Products, Vectors, n
 from fedcontext.measurement.last_step import AlongLastStep, concave, contradicting
 
 FEWEST = 3  # vectors that are not zero among which one can be an outlier
-NEGLIGIBLE = 1e-3  # a vector of a smaller share of the median length is named: it looks wrong
+NEGLIGIBLE = 1e-3  # shorter vectors, relative to the median length, are reported as suspicious
 CHANGE = "gradient change"  # as notes on the second exchange begin
 
 

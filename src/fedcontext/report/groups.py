@@ -83,7 +83,7 @@ def group_runs(runs: Sequence[Run], order: Sequence[str] = ()) -> list[Group]:
 
 
 def _compared(run: Run) -> dict[str, str]:
-    """Return as text the settings that make a run another than those beside it: only those that its algorithm uses."""
+    """Return, as text, the settings that can distinguish a run from others: those that its algorithm uses."""
     unused = {"seed", "algorithm", "rounds", *unused_settings(algorithm_of(run))}
     known = {name: value for name, value in run.settings.items() if name not in unused and value is not None}
     return {name: value if isinstance(value, str) else _to_text(value) for name, value in known.items()}
@@ -95,7 +95,7 @@ def _started(runs: list[Run]) -> list[Run]:
 
 
 def _longest(runs: list[Run]) -> list[Run]:
-    """Return of each seed the longest run, and those that repeat it with the same settings."""
+    """Return each seed's longest run, and the runs that repeat it with the same settings."""
     longest = {seed_of(run): run.settings for run in sorted(runs, key=lambda run: len(run.rows))}
     return [run for run in runs if run.settings == longest[seed_of(run)]]
 

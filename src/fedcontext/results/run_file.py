@@ -1,4 +1,4 @@
-"""Run files while they are written: begun, continued after a crash, and put in the place of earlier ones at the end."""
+"""Write run files: start one, continue it after a crash, and replace the file of an earlier run at the end."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def open_run(path: Path, settings: Settings, done: int = 0) -> Iterator[tuple[Pa
 
 
 def _replace_earlier(active: Path, path: Path, complete: bool) -> None:
-    """Put the records of this run in the place of earlier ones, unless it failed and they are finished or longer."""
+    """Replace an earlier run's records by this run's, unless this run failed and those are finished or longer."""
     rounds = count_rounds(active)
     if not rounds and not complete:
         active.unlink(missing_ok=True)  # it has only the manifest

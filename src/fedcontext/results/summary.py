@@ -31,7 +31,7 @@ class Summary:
     bytes_down: int
     rounds: int
     lost: int  # rounds with too few replies in time: the model was kept
-    excluded: int  # replies that were late, faulty or out of all proportion; not those beyond the over-selection quota
+    excluded: int  # replies that were late, invalid or outliers; not those beyond the over-selection quota
     clipped: int  # replies that were clipped, used in part or suspiciously short
 
 

@@ -111,7 +111,7 @@ def corrects(rule: object) -> TypeGuard[SumRule]:
 
 
 def shown_rule(given: object) -> str:
-    """Return what is no rule as an error message shows it; of a function of ours that makes one, how to call it.
+    """Return an object that is not a rule, as error messages show it; for a function that makes rules, how to call it.
 
     >>> shown_rule(stateless), shown_rule(3)
     ('a function; call it: stateless(...)', '3')

@@ -223,7 +223,7 @@ def _calibration(
     """Return the running evidence on the last directions' slopes, and the factors by which to trust the present ones.
 
     ``fresh`` = ḡ - ȳ is an unbiased estimate of the gradient at the last params: its slope along each of the last
-    directions, over the slope that m had claimed, says how far m can be believed there.
+    directions, over the slope of the earlier m, shows how reliable m is there.
     """
     before = dot(memory.gradient, memory.gradient) + TINY
     hits = settings.decay * memory.hits + memory.slopes * along(memory.directions, fresh) / before
@@ -240,7 +240,7 @@ def _model_minimum(h: FloatArray, slopes: FloatArray, lengths: FloatArray, setti
 
 
 def _no_surge(d: FloatArray, mean: float, surge: float) -> FloatArray:
-    """Return d, shortened to ``surge`` times the running mean of its length, in case most of a cohort lies.
+    """Return d, shortened to ``surge`` times the running mean of its length, in case most of a cohort is Byzantine.
 
     In honest runs it stays below twice that mean.
     """

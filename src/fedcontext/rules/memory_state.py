@@ -105,10 +105,10 @@ def metric(v: FloatArray, power: float) -> FloatArray:
 
 
 def reliability(slopes: FloatArray, m: FloatArray, error: float, hits: FloatArray, squares: FloatArray) -> FloatArray:
-    """Return (D,) how far the slopes of m along the directions are believed: factors from 0.05 to 1.5.
+    """Return (D,) the reliability of the slopes of m along the directions: factors from 0.05 to 1.5.
 
-    ``hits`` and ``squares`` are the running evidence on earlier slopes. Before there is any, slopes along m itself are
-    believed as far as m is longer than its expected error, and others in full.
+    ``hits`` and ``squares`` are the running evidence on earlier slopes. Before there is any, the factor is 1 - P / ‖m‖²
+    (at least 0.05) along -m and q, with P the expected squared error of m, and 1 along the other directions.
     """
     now = float((m * m).sum()) + TINY
     prior = np.ones(len(slopes))

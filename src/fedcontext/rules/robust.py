@@ -1,6 +1,6 @@
 """Robust rules from the literature, as baselines, and robust gradients for the contextual rules.
 
-``liars`` is the share of devices that may lie; f is that share of the K devices of a round, rounded down.
+``byzantine`` is the assumed share of Byzantine devices; f is that share of the K devices of a round, rounded down.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from fedcontext.measurement.geometry import Geometry
 from fedcontext.rules.base import CoordinateRule, Need, Rule, SumRule, stateless
 
 
-def krum(liars: float = 0.3) -> Rule:
+def krum(byzantine: float = 0.3) -> Rule:
     """Return Krum (Blanchard et al. 2017): the one update with the lowest Σ ‖Δₖ - Δⱼ‖² over its K - f - 2 nearest.
 
     >>> gram = np.outer([1.0, 1.1, 1.2, 9.0], [1.0, 1.1, 1.2, 9.0])
-    >>> krum(liars=0.25).weigh(Geometry(gram, np.ones(4)), None)[0]
+    >>> krum(byzantine=0.25).weigh(Geometry(gram, np.ones(4)), None)[0]
     array([1., 0., 0., 0.])
     """
-    _share(liars)
-    return stateless("krum", lambda geometry: _lowest(krum_scores(distances(_gram(geometry)), liars), 1))
+    _share(byzantine)
+    return stateless("krum", lambda geometry: _lowest(krum_scores(distances(_gram(geometry)), byzantine), 1))
 
 
-def multi_krum(liars: float = 0.3) -> Rule:
+def multi_krum(byzantine: float = 0.3) -> Rule:
     """Return multi-Krum (Blanchard et al. 2017): the mean of the K - f updates with the lowest scores of `krum`.
 
     >>> gram = np.outer([1.0, 1.1, 1.2, 9.0], [1.0, 1.1, 1.2, 9.0])
-    >>> multi_krum(liars=0.25).weigh(Geometry(gram, np.ones(4)), None)[0].round(3)
+    >>> multi_krum(byzantine=0.25).weigh(Geometry(gram, np.ones(4)), None)[0].round(3)
     array([0.333, 0.333, 0.333, 0.   ])
     """
-    _share(liars)
+    _share(byzantine)
 
     def weigh(geometry: Geometry) -> FloatArray:
         squares = distances(_gram(geometry))
-        return _lowest(krum_scores(squares, liars), len(squares) - int(liars * len(squares)))
+        return _lowest(krum_scores(squares, byzantine), len(squares) - int(byzantine * len(squares)))
 
     return stateless("multi-krum", weigh)
 
@@ -109,23 +109,23 @@ def coordinate_median() -> CoordinateRule:
     return CoordinateRule("coordinate median", lambda block: np.asarray(np.median(block, axis=0)))
 
 
-def trimmed_mean(liars: float = 0.3) -> CoordinateRule:
+def trimmed_mean(byzantine: float = 0.3) -> CoordinateRule:
     """Return the mean of each entry over devices without the f largest and the f smallest (Yin et al. 2018).
 
-    >>> trimmed_mean(liars=0.25).combine(np.array([[1.0], [2.0], [4.0], [900.0]]))
+    >>> trimmed_mean(byzantine=0.25).combine(np.array([[1.0], [2.0], [4.0], [900.0]]))
     array([3.])
     """
-    _share(liars)
+    _share(byzantine)
 
     def combine(block: FloatArray) -> FloatArray:
-        cut = int(liars * len(block))
+        cut = int(byzantine * len(block))
         return np.asarray(np.sort(block, axis=0)[cut : len(block) - cut].mean(axis=0))
 
     return CoordinateRule("trimmed mean", combine)
 
 
 def robust_gradients(rule: Rule | SumRule, how: Combination) -> Rule | SumRule:
-    """Return a rule whose estimate of the gradient a minority of lying probes cannot lead far.
+    """Return a rule whose estimate of the gradient a minority of Byzantine probes cannot lead far.
 
     ``how`` is "median", "median-of-means", "trimmed-mean" or "trust", which needs ``root_gradient``, the gradient of
     samples that the server holds itself; "mean" is the rule as it is. A rule with memory then has one exchange a round.
@@ -149,9 +149,9 @@ def robust_gradients(rule: Rule | SumRule, how: Combination) -> Rule | SumRule:
     return replace(rule, name=name, needs=needs, gradients=how)
 
 
-def _share(liars: float) -> None:
-    if not isinstance(liars, int | float) or not 0 <= liars < 0.5:
-        raise FedcontextError(f"liars must be a share from 0 to below 0.5, got {shown(liars)}")
+def _share(byzantine: float) -> None:
+    if not isinstance(byzantine, int | float) or not 0 <= byzantine < 0.5:
+        raise FedcontextError(f"byzantine must be a share from 0 to below 0.5, got {shown(byzantine)}")
 
 
 def _gram(geometry: Geometry) -> FloatArray:

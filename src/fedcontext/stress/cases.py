@@ -59,7 +59,7 @@ METHODS: Mapping[str, Settings] = {
 
 @dataclass(frozen=True)
 class Condition:
-    """A fault or an attack, and how often it happens or how many devices lie."""
+    """A fault or an attack, and how often it happens or how many devices are Byzantine."""
 
     name: str
     kind: Kind

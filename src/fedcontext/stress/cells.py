@@ -47,7 +47,7 @@ class Cell:
     lost: list[int]  # rounds without enough usable replies
     recovery: list[int | None]  # rounds after the last fault to within 2 points of the run without faults
     ended: int  # runs that ended with an error
-    backdoor: list[float | None]  # share of triggered samples that get the liars' label, where that is the attack
+    backdoor: list[float | None]  # share of test samples with the trigger that get its label, for backdoors
     made: str  # when and where
 
     @property
@@ -179,9 +179,9 @@ def merge(before: Results | None, after: Results) -> Results:
         for task in after.rounds
         if (before.rounds.get(task), before.settings.get(task)) != (after.rounds[task], after.settings.get(task))
     }
-    new = {cell.key for cell in after.cells}
     known = {(task.name, name, each.name, each.share) for task in TASKS for name in METHODS for each in CONDITIONS}
-    kept = [cell for cell in before.cells if cell.task not in changed and cell.key in known - new]
+    old = known - {cell.key for cell in after.cells}
+    kept = [cell for cell in before.cells if cell.task not in changed and cell.key in old]
     tasks, methods, names = [task.name for task in TASKS], list(METHODS), [(c.name, c.share) for c in CONDITIONS]
 
     def position(cell: Cell) -> tuple[int, int, int]:

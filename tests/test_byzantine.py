@@ -1,4 +1,4 @@
-"""One device of ten that lies, whatever it sends: the model stays, no round is lost, and the liar is named."""
+"""One Byzantine device of ten, whatever it sends: the model keeps its accuracy, no round is lost, and it is named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedcontext.experiment import Experiment
 from fedcontext.preparation import prepare
 from fedcontext.simulation import Simulation
 
-LIAR = 3
+BYZANTINE = 3
 HUGE = float(np.finfo(np.float32).max) / 4
 SETTINGS = {
     "dataset": "ten",
@@ -44,7 +44,7 @@ def scaled(structure, factor):
     return rebuild(structure, {name: leaf * np.asarray(factor, leaf.dtype) for name, leaf in leaves(structure).items()})
 
 
-LIES = {
+REPLIES = {
     "gradient 1e30": lambda update, gradient, count: (update, filled(gradient, 1e30), count),
     "gradient 3e38": lambda update, gradient, count: (update, filled(gradient, 3e38), count),
     "gradient 1e-30": lambda update, gradient, count: (update, filled(gradient, 1e-30), count),
@@ -59,32 +59,36 @@ LIES = {
 HARMLESS = {"gradient 1e-30", "update 1e-30"}
 
 
-class Lying(Simulation):
+class Attacked(Simulation):
     """A simulation in which one device changes what it sends."""
 
-    lie = staticmethod(lambda update, gradient, count: (update, gradient, count))
+    attack = staticmethod(lambda update, gradient, count: (update, gradient, count))
 
     def report(self, state, plan, received, *more):
         report = super().report(state, plan, received, *more)
         devices = list(report.updates)
-        row = devices.index(LIAR)
+        row = devices.index(BYZANTINE)
         own = list(report.own_gradients) if report.own_gradients else None
         samples, weights = list(report.samples), report.probe_weights
-        update, gradient, count = self.lie(report.updates[LIAR], own[row] if own else None, samples[row])
+        update, gradient, count = self.attack(report.updates[BYZANTINE], own[row] if own else None, samples[row])
         if own:
             own[row] = gradient
         samples[row] = count
         if weights is not None and count > 1e9:
             weights = [count if index == row else weight for index, weight in enumerate(weights)]
         return replace(
-            report, updates={**report.updates, LIAR: update}, own_gradients=own, samples=samples, probe_weights=weights
+            report,
+            updates={**report.updates, BYZANTINE: update},
+            own_gradients=own,
+            samples=samples,
+            probe_weights=weights,
         )
 
 
-def run(algorithm, lie=None, **changes):
+def run(algorithm, attack=None, **changes):
     experiment = Experiment(**{**SETTINGS, **changes}, algorithm=algorithm)
-    simulation = Lying(**vars(prepare(experiment, data=DATA)))
-    object.__setattr__(simulation, "lie", LIES[lie] if lie else Lying.lie)
+    simulation = Attacked(**vars(prepare(experiment, data=DATA)))
+    object.__setattr__(simulation, "attack", REPLIES[attack] if attack else Attacked.attack)
     return [record for _, record in simulation.run()]
 
 
@@ -96,12 +100,12 @@ def honest():
     }
 
 
-@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("attack", REPLIES)
 @pytest.mark.parametrize(("algorithm", "changes"), [("fedavg-memory", {}), ("fedavg-contextual", {"smoothness": 6.0})])
-def test_one_liar_of_ten_costs_at_most_three_points(algorithm, changes, lie, honest):
-    records = run(algorithm, lie, **changes)
+def test_one_byzantine_device_of_ten_costs_at_most_three_points(algorithm, changes, attack, honest):
+    records = run(algorithm, attack, **changes)
     assert not any(record.lost for record in records)
     assert records[-1].accuracy >= honest[algorithm] - 0.03
     named = {*(device for r in records for device in r.excluded), *(device for r in records for device in r.clipped)}
-    assert lie in HARMLESS or str(LIAR) in map(str, named)
-    assert all(set(map(str, record.excluded)) <= {str(LIAR)} for record in records)
+    assert attack in HARMLESS or str(BYZANTINE) in map(str, named)
+    assert all(set(map(str, record.excluded)) <= {str(BYZANTINE)} for record in records)
