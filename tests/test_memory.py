@@ -26,6 +26,7 @@ PUBLISHED = MemorySettings(  # the prototype's directions and constants
     anchor=0.3,
     near=0,
     growth=8,
+    widening=np.inf,
     trust_growth=2,
     evidence_decay=0,
     stretch=2,

@@ -28,6 +28,7 @@ class MemorySettings:
     near: float = 1.0  # largest anchor that is relative to ‖d‖; larger ones are relative to R
     growth: float = 16.0  # largest factor by which evidence can change that limit in one round; it scales `trial` too
     trust_growth: float = 4.0  # the same for trust
+    widening: float = 4.0  # upper limit of ‖step - d‖ / the last one's, unless it is below trial x ‖d‖
     evidence_decay: float = 0.3  # share of the past rounds' evidence that a round keeps: a single round's is noisy
     stretch: float = 4.0  # upper limit of ‖step‖ / ‖s‖, unless d is longer
     power: float = 1.25  # of the root mean square of past gradients that divides d and shapes the curvature

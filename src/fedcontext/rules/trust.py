@@ -41,6 +41,8 @@ def limits_of(
     anchor, deviation = memory.anchor, np.inf
     if deviated:
         anchor = float(np.clip(anchor * settings.growth**-on_deviations, settings.floor / 2, settings.largest))
+        # evidence on a short deviation says nothing about a much longer one
+        deviation = max(settings.widening * norm(memory.deviation), settings.trial * mean)
     elif anchor:  # nothing is known of deviations yet
         cosine = max(0.0, dot(y, memory.step)) / (norm(y) * previous)  # 1 where y is along the step, as on a parabola
         ahead = min(settings.secant * cosine * _steps_ahead(on_steps), settings.stretch)
