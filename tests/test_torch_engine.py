@@ -272,7 +272,8 @@ def test_bfloat16_is_near_full_precision_and_keeps_params_in_it():
     assert 1e-5 < distance(moves, full.train(full.initial_params(), work)) < 0.05
 
 
-def test_small_models_train_on_one_thread_and_large_ones_on_all():
+@pytest.mark.parametrize("call", ["train", "gradients", "evaluate"])
+def test_small_models_run_on_one_thread_and_large_ones_on_all(call):
     seen = []
 
     class Watched(nn.Linear):
@@ -285,8 +286,9 @@ def test_small_models_train_on_one_thread_and_large_ones_on_all():
         for hidden, threads in ((8, 1), (20_000, 2)):
             module = nn.Sequential(Watched(6, hidden), nn.Tanh(), nn.Linear(hidden, 3))
             engine = TorchEngine(some_data(), module, vectorize=False, **CPU)
+            work = {"train": some_work(), "gradients": np.arange(3)}
             seen.clear()
-            engine.train(engine.initial_params(), some_work())
+            getattr(engine, call)(engine.initial_params(), *([work[call]] if call in work else []))
             assert set(seen) == {threads}
             assert torch.get_num_threads() == 2
     finally:

@@ -27,8 +27,9 @@ from fedcontext.errors import FedcontextError, unknown_value_error
 from fedcontext.plan import IntArray
 
 FEATURES_PER_PASS = {"cpu": 2**16, "cuda": 2**23}  # more is slower on a CPU: activations leave the caches
-# Parameters of a model that one CPU thread trains as fast as several, and many times faster beside other work.
-SMALL = 100_000
+# Parameters of a model that one CPU thread runs about as fast as several, and many times faster beside other work: the
+# 101,770 of --model mlp on MNIST, not the 108,618 of cnn-small, whose gradients take 40 % less time on two threads.
+SMALL = 105_000
 MANY_SAMPLES = 100_000  # per gradient; more take a CPU minutes for a CNN
 ONE_BY_ONE = "; vectorize=False trains one device after another"
 
@@ -159,7 +160,8 @@ class TorchEngine:
         """Return Σ weights ∇F_k(params), in one pass over the samples of all these devices."""
         self._check(params, devices)
         self._warn_many_samples(devices)
-        return gradient(self.task, params, devices, weights, self._rows)
+        with self._threads():
+            return gradient(self.task, params, devices, weights, self._rows)
 
     @torch.no_grad()
     def evaluate(self, params: Params) -> tuple[float, float]:
@@ -177,7 +179,7 @@ class TorchEngine:
             predicted = task.outputs(params, task.test_features[start:stop]).argmax(dim=1)
             correct.add_((predicted == task.test_labels[start:stop]).sum())
 
-        with task.mode(training=False):
+        with task.mode(training=False), self._threads():
             run_in_chunks(len(task.labels), self._rows, add_losses, "evaluating samples")
             run_in_chunks(len(task.test_labels), self._rows, add_correct, "evaluating samples")
         return float(loss) / len(task.labels), int(correct) / max(1, len(task.test_labels))
@@ -208,7 +210,7 @@ class TorchEngine:
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
-        """Train small models on one CPU thread: several wait for each other at every operation on a mini-batch."""
+        """Run small models on one CPU thread: several wait for each other at every operation on a few samples."""
         small = self.device.type == "cpu" and sum(map(Tensor.numel, self.task.module.parameters())) < SMALL
         before = torch.get_num_threads()
         torch.set_num_threads(1 if small else before)
