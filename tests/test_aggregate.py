@@ -1,9 +1,10 @@
-"""The plug-in door: any array library, any structure, and a clear word about everything it refuses."""
+"""The entry point for other systems: any array library, any structure, and clear errors for what it refuses."""
 
 from __future__ import annotations
 
 import re
 import tracemalloc
+import warnings
 from collections import OrderedDict
 
 import numpy as np
@@ -589,3 +590,14 @@ def test_rules_report_python_numbers():
     info = rounds_of_memory(3).info
     assert {type(value) for value in info.values()} <= {float, bool}
     assert "np." not in repr(info)
+
+
+def test_differences_that_are_all_zero_after_a_step_are_warned_of():
+    rule, model, update = fc.contextual_memory(), np.zeros(3), [np.ones(3)]
+    first = fc.aggregate(model, update, gradients=[-np.ones(3)], rule=rule)
+    sent = {"gradients": [-0.5 * np.ones(3)], "rule": rule, "state": first.state}
+    with pytest.warns(UserWarning, match="all gradient differences are zero although the model moved"):
+        fc.aggregate(first.params, update, differences=[np.zeros(3)], **sent)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fc.aggregate(first.params, update, differences=[0.5 * np.ones(3)], **sent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +31,7 @@ from fedcontext.measurement.defences import OFF, Defences, lower_median
 from fedcontext.measurement.geometry import Geometry, Report, Vectors, measure, norms_of
 from fedcontext.measurement.last_step import AlongLastStep
 from fedcontext.measurement.screening import Screened, screen
-from fedcontext.measurement.sums import by_coordinate, dot, flat, sums_of, unflat
+from fedcontext.measurement.sums import Sums, by_coordinate, dot, flat, sums_of, unflat
 from fedcontext.rules.base import CoordinateRule, Rule, State, SumRule, corrects
 from fedcontext.rules.contextual import bound
 
@@ -130,6 +131,7 @@ def apply_step(rule: SumRule | CoordinateRule, inputs: Inputs) -> Aggregation:
         screened = combined_probes(screened, vectors, measured, rule.gradients, sums=True, scratch=inputs.scratch)
         sums = sums_of(vectors, measured, screened, inputs.report.distortions)
         inputs.check_finite(sums.finite)
+        _warn_without_change(rule, state, sums, bool(vectors.differences))
         returned = rule.step(sums, state, inputs.report.population)
         vector, state, info = checked_step(returned, sums.size, f"rule '{rule.name}': step")
         motion = motion_of_sums(sums, vector)
@@ -146,8 +148,19 @@ def apply_step(rule: SumRule | CoordinateRule, inputs: Inputs) -> Aggregation:
         screened=screened,
         info=info,
         motion=motion,
-        before=_before(rule, inputs) if corrects(rule) else None,
+        before=_before(rule, inputs) if corrects(rule) and inputs.out is None else None,
     )
+
+
+def _warn_without_change(rule: SumRule, state: State, sums: Sums, differences: bool) -> None:
+    """Warn where no gradient changed at all over the last step, which is usually a mistake of the caller."""
+    last = rule.last_step(state) if rule.last_step and differences else None
+    if last is not None and last.any() and sums.gradient_norms and not sums.difference_norms:
+        warnings.warn(
+            "all gradient differences are zero although the model moved in the last round: compute them with a copy of "
+            "the last round's params (the state_dict of a live model changes with the model)",
+            stacklevel=4,
+        )
 
 
 def _before(rule: SumRule, inputs: Inputs) -> Before:
