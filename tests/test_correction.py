@@ -159,8 +159,11 @@ def test_what_cannot_be_corrected_is_refused():
     rule = fc.contextual_memory()
     result = fc.aggregate(w, update, gradients=[-np.ones(2)], rule=rule)
     corrected = fc.correct(result, update)
-    for other in (corrected, mean, robust):
-        with pytest.raises(fc.FedcontextError, match=r"its rule does not correct steps .*, or it was corrected before"):
+    written = fc.aggregate(w.copy(), update, gradients=[-np.ones(2)], rule=rule, out=np.zeros(2))
+    for other in (corrected, mean, robust, written):
+        with pytest.raises(
+            fc.FedcontextError, match=r"does not correct steps .*, aggregate was given out, or it was corrected before"
+        ):
             fc.correct(other, update)
     with pytest.raises(fc.FedcontextError, match=r"one for each of the 1 probes .*, got 2; .*: \['probe 0'\]"):
         fc.correct(result, [*update, *update])

@@ -125,12 +125,12 @@ class Experiment:
     gradient_averaging: Combination = setting(
         "mean",
         one_of(COMBINATIONS),
-        "Combination of the probes' gradients; all but mean tolerate some Byzantine probes; trust needs samples on the server",
+        "Combination of the probes' gradients; all but mean tolerate some Byzantine probes and have one exchange a round; trust needs samples on the server",
     )
     byzantine: float = setting(
         0.3,
         number(most=0.49),
-        "Assumed share of Byzantine devices, which krum, multi-krum and trimmed-mean withstand",
+        "Assumed share of Byzantine devices, for the algorithms krum, multi-krum and trimmed-mean",
         aliases=("num_malicious_nodes", "beta_trim"),
     )
     probe_averaging: Averaging = setting(

@@ -25,7 +25,8 @@ def correct(result: Aggregation, changes: Structures) -> Aggregation:
 
     It takes a second, short exchange with the probes of the round: send them ``result.params``, and let each return its
     gradient there minus its gradient at the params before. `contextual_memory` then needs a sixth to a quarter fewer
-    rounds. A correction is at most as long as the step itself; a result is corrected once. Where no change is usable,
+    rounds. A correction is at most as long as the step itself; a result is corrected once, and not after `aggregate`
+    with ``out``. Where no change is usable,
     the result is returned as it is.
 
     Rule, population, buffers and defences are those of `aggregate`: changes are clipped like gradients, or relative to
@@ -52,8 +53,8 @@ def correct(result: Aggregation, changes: Structures) -> Aggregation:
     before = result.before
     if before is None:
         raise FedcontextError(
-            "this result cannot be corrected: its rule does not correct steps (contextual_memory() does), or it was "
-            "corrected before (correct each result once)"
+            "this result cannot be corrected: its rule does not correct steps (contextual_memory() does), aggregate was "
+            "given out, or it was corrected before (correct each result once)"
         )
     base, measured = leaves(before.params), before.measured
     rows = _checked(changes, result, base, before)
