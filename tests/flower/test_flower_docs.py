@@ -30,10 +30,16 @@ def test_the_loop_with_a_second_exchange_ends_at_the_minimum() -> None:
     np.testing.assert_allclose(space["w"], np.mean(list(space["minima"].values()), axis=0), atol=0.02)
 
 
+def test_the_pytorch_loop_trains_its_network() -> None:
+    space: dict = {}
+    exec(blocks("plug-in.md")[2], space)
+    assert space["final"] < 0.1  # 1.1 at first
+
+
 def test_updates_in_files_are_aggregated_into_the_file_of_the_params(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     space: dict = {}
-    exec(blocks("plug-in.md")[2], space)
+    exec(blocks("plug-in.md")[3], space)
     updates = [np.load(f"update-{k}.npy") for k in range(3)]
     whole = fc.aggregate(
         np.zeros(1_000, np.float32), updates, gradient=np.load("gradient.npy"), rule=fc.contextual(2.0)
@@ -45,7 +51,7 @@ def test_updates_in_files_are_aggregated_into_the_file_of_the_params(tmp_path: P
 
 def test_the_loop_that_folds_updates_in_goes_where_the_devices_agree() -> None:
     space: dict = {}
-    exec(blocks("plug-in.md")[3], space)
+    exec(blocks("plug-in.md")[4], space)
     middle = space["targets"].mean(axis=0)
     assert np.linalg.norm(space["w"]["weights"] - middle) < 0.1 * np.linalg.norm(middle)
 
@@ -63,7 +69,7 @@ def test_sketches_keep_most_of_the_promise() -> None:
 def test_flares_controller_reaches_the_same_model_as_the_loop() -> None:
     flare = pytest.importorskip("nvflare.app_common.abstract.fl_model", reason="nvflare is not installed")
     space: dict = {}
-    exec(blocks("plug-in.md")[4], space)
+    exec(blocks("plug-in.md")[5], space)
     targets = {"site-1": np.ones(2), "site-2": -3 * np.ones(2), "site-3": np.array([2.0, 0.0])}
 
     class Local(space["Contextual"]):
