@@ -130,7 +130,7 @@ class Experiment:
     byzantine: float = setting(
         0.3,
         number(most=0.49),
-        "Assumed share of Byzantine devices, for the algorithms krum, multi-krum and trimmed-mean",
+        "For algorithms krum, multi-krum and trimmed-mean: the assumed share of Byzantine devices",
         aliases=("num_malicious_nodes", "beta_trim"),
     )
     probe_averaging: Averaging = setting(
