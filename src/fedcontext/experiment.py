@@ -130,7 +130,7 @@ class Experiment:
     byzantine: float = setting(
         0.3,
         number(most=0.49),
-        "For algorithms krum, multi-krum and trimmed-mean: the assumed share of Byzantine devices",
+        "Assumed share of Byzantine devices, in krum, multi-krum and trimmed-mean",
         aliases=("num_malicious_nodes", "beta_trim"),
     )
     probe_averaging: Averaging = setting(
