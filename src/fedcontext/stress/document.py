@@ -27,6 +27,7 @@ For a fault the number is the chance of each device in each round, for an attack
 **contextual** and **memory** have the defences that are on by default (`fc.Defences`); "undefended" are the same without them. The other methods have none, as published. All leave out
 replies that are not finite, because a server that averages NaN has nothing left to measure. Contextual has the smoothness that was measured on the task (1/lr for the CNN), memory its defaults,
 FLTrust 100 samples of all devices' data, Krum an assumed share of Byzantine devices of 30 %. Nothing else is tuned. Attacks on gradients do nothing to methods that ask for none.
+`change-scaling` and `change-flip` act in the second exchange of a round, which memory alone has; the others would have the cells without attacks, and have none.
 
 Faults and attacks end after two thirds of the rounds. **Accuracy** is that of the last round before they end, the mean over seeds. **Rounds to {level} %** is the median over seeds.
 **Rounds lost** is the mean: rounds without enough usable replies, in which the model stays. **Recovery** is the number of rounds after the last fault until the accuracy is within 2 points of the run
