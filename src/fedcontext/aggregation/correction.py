@@ -26,8 +26,7 @@ def correct(result: Aggregation, changes: Structures) -> Aggregation:
     It takes a second, short exchange with the probes of the round: send them ``result.params``, and let each return its
     gradient there minus its gradient at the params before. `contextual_memory` then needs a sixth to a third fewer
     rounds. A correction is at most as long as the step itself; a result is corrected once, and not after `aggregate`
-    with ``out``. Where no change is usable,
-    the result is returned as it is.
+    with ``out``. Where no change is usable, the result is returned as it is.
 
     Rule, population, buffers and defences are those of `aggregate`: changes are clipped like gradients, or relative to
     their own median where that is larger; those that are not finite, or contradict the others along the step, are not
