@@ -28,8 +28,8 @@ def corrected_step(
 
     ``error`` is the expected squared error of ``change``; ``memory`` is the memory after the proposed step. Where the
     loss is not convex along the step, the step is returned unchanged. The correction is at most √cos(y, s) as long as
-    the step, since y is parallel to s where the curvature is the same in all directions; and at most ``trial`` times
-    that before any curvature was measured.
+    the step, since y is parallel to s where the curvature is the same in all directions; and at most anchor times that,
+    or ``trial`` times that if the anchor is shorter or no curvature was measured yet.
     """
     s, y = memory.step, change
     ys = dot(y, s)
@@ -48,8 +48,9 @@ def corrected_step(
     low = np.where(np.arange(len(unit)) == STEP, -lengths[STEP], 0.0)
     x = minimise_in_box(h, slopes, low, np.full(len(unit), np.inf))
     cosine = ys / (norm(s) * norm(y))
-    most = settings.correction if memory.normal.any() else min(settings.correction, settings.trial)
-    correction = shortened(combined(x, unit), most * np.sqrt(cosine) * lengths[STEP])
+    allowed = max(memory.anchor, settings.trial) if memory.normal.any() else settings.trial
+    most = min(settings.correction, allowed) * np.sqrt(cosine) * lengths[STEP]
+    correction = shortened(combined(x, unit), most)
     after = replace(memory, step=s + correction, deviation=memory.deviation + correction)
     return after.step, after, {"correction": norm(correction) / lengths[STEP], "mean": _along_mean(after)}
 

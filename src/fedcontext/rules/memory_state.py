@@ -21,7 +21,7 @@ class MemorySettings:
 
     decay: float = 0.9  # share of every running quantity that a round keeps
     floor: float = 0.1  # least gain of the gradient estimate; twice it bounds x_d, half of it the anchor
-    least_trust: float = 0.2  # lower limit of the trust, the factor of the longest step
+    least_trust: float = 0.05  # lower limit of the trust, the factor of the longest step
     reach: float = 3.0  # the model's minimiser is cut to reach x trust x R, R the larger of ‖d‖ and its running mean
     momentum: float = 0.4  # largest multiple of the previous step
     anchor: float = 0.6  # first limit of ‖step - d‖ / ‖d‖, or / R
@@ -40,7 +40,7 @@ class MemorySettings:
     trial: float = 0.3  # first limit of ‖step - d‖ / ‖d‖, where s was d: trial x growth^-e, e the evidence on steps
     secant: float = 1.0  # or, if larger, secant x cos(y, s) x the steps to the minimum that the slopes along s show
     scaled_gradient: bool = True  # whether q is a direction
-    correction: float = 1.0  # longest correction, in multiples of √cos(y, s) proposed steps; 0 disables corrections
+    correction: float = 1.0  # longest correction / (√cos(y, s) x ‖s‖), if trial or anchor allow it; 0: no corrections
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
