@@ -109,7 +109,8 @@ def memory_step(
     if ys > 0:  # the loss was convex along the last step
         fit = fitted(*fit, memory.step, y, u, settings.decay)
         hessian = _hessian(unit, u, scale, fit[2], y, ys, lengths[PREVIOUS], settings)
-        x = _model_minimum(hessian, slopes * factors, lengths, settings)
+        momentum = settings.momentum / 2 if memory.corrected else settings.momentum
+        x = _model_minimum(hessian, slopes * factors, lengths, momentum, settings)
     else:
         x = lengths * (np.arange(len(unit)) == MEAN)  # no convex model: FedAvg's step
 
@@ -123,6 +124,7 @@ def memory_step(
         square=v,
         step=d + deviation,
         deviation=deviation,
+        corrected=False,
         directions=unit,
         slopes=slopes,
         hits=hits,
@@ -159,6 +161,7 @@ def _first_step(sums: Sums, settings: MemorySettings, population: float) -> tupl
         square=sums.square / sums.probes,
         step=d + ahead * d,
         deviation=ahead * d,
+        corrected=False,
         directions=unit,
         slopes=slopes,
         hits=np.zeros(directions),
@@ -231,11 +234,13 @@ def _calibration(
     return hits, squares, reliability(slopes, m, error, hits, squares)
 
 
-def _model_minimum(h: FloatArray, slopes: FloatArray, lengths: FloatArray, settings: MemorySettings) -> FloatArray:
+def _model_minimum(
+    h: FloatArray, slopes: FloatArray, lengths: FloatArray, momentum: float, settings: MemorySettings
+) -> FloatArray:
     """Return the x that minimises slopes·x + xᵀHx/2 with x_d >= 0.2 ‖d‖, -‖s‖ <= x_s <= momentum ‖s‖, others >= 0."""
     low, high = np.zeros(len(h)), np.full(len(h), np.inf)
     low[MEAN] = 2 * settings.floor * lengths[MEAN]
-    low[PREVIOUS], high[PREVIOUS] = -lengths[PREVIOUS], settings.momentum * lengths[PREVIOUS]
+    low[PREVIOUS], high[PREVIOUS] = -lengths[PREVIOUS], momentum * lengths[PREVIOUS]
     return minimise_in_box(h + settings.ridge * np.trace(h) / len(h) * np.eye(len(h)), slopes, low, high)
 
 
