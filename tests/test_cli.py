@@ -197,7 +197,12 @@ def test_a_setting_is_refused_exactly_where_it_has_no_effect(algorithm):
     others = {"mu": 2.0, "smoothness": 3.0, "server_momentum": 0.3, "byzantine": 0.1, "probes": 10, "pool": 5}
     others |= {"averaging": "mean", "probe_averaging": "mean", "gradient_averaging": "median", "gradient_bits": 1}
     others |= {"sketch": 5, "exchanges": 1, "max_gradient": 1, "max_samples": 1}
-    rare = {"max_step": 1, "max_descent": 1, "max_concavity": 0.1}  # may change nothing where they are used, too
+    rare = {
+        "max_step": 1,
+        "max_descent": 1,
+        "max_concavity": 0.1,
+        "max_uphill": 0.1,
+    }  # may change nothing where they are used, too
 
     def results(**changed):
         records = fc.train(**{**usual, **changed}, algorithm=algorithm).records

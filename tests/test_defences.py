@@ -31,8 +31,13 @@ COUNTS = st.sampled_from([0, 1e-9, 1, 30, 2.0**53, 1e308, -1, np.nan, np.inf])
 
 def crowd(seed, count):
     random = np.random.default_rng(seed)
-    updates, gradients = random.standard_normal((2, count, SIZE)).astype(np.float32)
-    return list(updates), list(gradients), list(random.integers(5, 50, count)), list(random.integers(1, 9, count))
+    updates, noise = random.standard_normal((2, count, SIZE)).astype(np.float32)
+    return (
+        list(updates),
+        list(noise / 4 - updates),
+        list(random.integers(5, 50, count)),
+        list(random.integers(1, 9, count)),
+    )
 
 
 def norm(vector):
@@ -166,15 +171,47 @@ def test_a_reversed_gradient_is_not_used_by_the_rule_with_memory(flatness):
     w, last, state = np.zeros(40), None, None
     for number in range(4):
         updates = {k: (1 - (1 - 0.3 * scale) ** 8) * (c - w) for k, c in enumerate(centres)}
-        gradients = {k: scale * (w - c) * sign[k] for k, c in enumerate(centres)}
-        differences = None if last is None else [scale * (w - last) * sign[k] for k in gradients]
+        gradients = {f"probe {k}": scale * (w - c) * sign[k] for k, c in enumerate(centres)}
+        differences = None if last is None else [scale * (w - last) * s for s in sign]
         given = {"gradients": gradients, "differences": differences, "state": state}
         result = fc.aggregate(w, updates, rule=fc.contextual_memory(), **given)
         assert result.excluded == {}
-        assert set(result.clipped) == ({3} if number else set())
-        honest = np.mean([gradients[k] for k in gradients if k != 3], axis=0)
+        assert set(result.clipped) == ({"probe 3"} if number else set())
+        honest = np.mean([gradients[k] for k in gradients if k != "probe 3"], axis=0)
         assert np.allclose(result.state["gradient"], honest) is (number > 0)
         last, state, w = w, result.state, result.params
+
+
+def one_round(reversed_updates=(), reversed_gradients=(), devices=10, **given):
+    """Return the first round of devices that train and probe on quadratic losses."""
+    random = np.random.default_rng(0)
+    centres, scale = 1 + 0.3 * random.standard_normal((devices, 40)), 10.0 ** random.uniform(-2, 0, 40)
+    updates = {k: (1 - (1 - 0.3 * scale) ** 8) * c for k, c in enumerate(centres)}
+    gradients = {k: -scale * c for k, c in enumerate(centres)}
+    updates |= {k: -updates[k] for k in reversed_updates}
+    gradients |= {k: -gradients[k] for k in reversed_gradients}
+    return fc.aggregate(np.zeros(40), updates, gradients=gradients, rule=fc.contextual_memory(), **given)
+
+
+@pytest.mark.parametrize("wrong", [{"reversed_updates": [2, 7]}, {"reversed_gradients": [2, 7]}])
+def test_a_device_whose_update_contradicts_its_own_gradient_is_left_out(wrong):
+    result, honest = one_round(**wrong), one_round()
+    assert set(result.excluded) == {2, 7}
+    assert "one of them has the wrong sign" in result.excluded[7]
+    assert honest.excluded == {}
+    assert norm(result.params - honest.params) < 0.15 * norm(honest.params)
+    assert one_round(**wrong, defences=fc.Defences(max_uphill=0)).excluded == {}
+    assert one_round(**wrong, defences=fc.Defences(outlier=0)).excluded == result.excluded
+
+
+def test_half_of_the_devices_are_never_left_out_for_their_own_gradients():
+    assert set(one_round(reversed_updates=range(4)).excluded) == {0, 1, 2, 3}
+    assert one_round(reversed_updates=range(5)).excluded == {}
+    assert one_round(reversed_updates=[0], devices=2).excluded == {}
+
+
+def test_who_reverses_update_and_gradient_is_not_found_by_comparing_them():
+    assert one_round(reversed_updates=[2], reversed_gradients=[2]).excluded == {}
 
 
 @pytest.mark.parametrize(("length", "excluded"), [(50.0, set()), (500.0, {"probe 9"})])

@@ -117,13 +117,13 @@ def test_the_advice_on_the_deadline_helps():
     ("settings", "what", "advice"),
     [
         (
-            {"attack": "sign-flip=0.5,scaling=0.6"},
+            {"attack": "sign-flip=0.5,scaling=0.6", "max_uphill": 0},
             "the loss exploded",
             "try it without attack (now sign-flip=0.5,scaling=0.6) first",
         ),
         ({"faults": "dropout=1"}, "most replies are not used", "try it without faults (now dropout=1) first"),
         (
-            {"attack": "sign-flip=0.5,scaling=0.6", "faults": "dropout=0.1"},
+            {"attack": "sign-flip=0.5,scaling=0.6", "faults": "dropout=0.1", "max_uphill": 0},
             "updates and gradients contradict each other",
             "try it without attack (now sign-flip=0.5,scaling=0.6) and faults (now dropout=0.1) first",
         ),

@@ -110,7 +110,9 @@ def test_a_run_survives_every_attack_and_repeats_to_the_bit(small_data, algorith
     assert np.isfinite(one.params).all()
 
 
-@pytest.mark.parametrize("settings", [{"faults": "dropout=0.4,late=0.2,partial=0.3"}, {"attack": "sign-flip=0.3"}])
+@pytest.mark.parametrize(
+    "settings", [{"faults": "dropout=0.4,late=0.2,partial=0.3"}, {"attack": "sign-flip=0.3", "defences": None}]
+)
 def test_every_algorithm_meets_the_same_faults(small_data, settings):
     names = ("fedavg", "fedadam", "fedavg-memory")
     runs = [fc.train(data=small_data, algorithm=name, **{**SMALL, **settings}).records for name in names]

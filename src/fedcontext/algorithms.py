@@ -189,6 +189,7 @@ USES: dict[str, Callable[[Algorithm], bool]] = {
     "max_step": lambda algorithm: isinstance(algorithm.rule, Rule) and not algorithm.rule.scale_free,
     "max_descent": _needs("differences"),
     "max_concavity": _needs("differences"),
+    "max_uphill": _needs("differences"),
     "exchanges": lambda algorithm: corrects(algorithm.rule) and not algorithm.oracle,
     "pool": _needs("pool"),
 }

@@ -160,6 +160,11 @@ class Experiment:
         number(),
         "Gradients whose difference has a negative cosine with the last step above this multiple of the median are not used (memory); 0 disables",
     )
+    max_uphill: float = setting(
+        SAFE.max_uphill,
+        number(),
+        "Devices whose update has a larger cosine with their own gradient are left out (memory); 0 disables",
+    )
     outlier: float = setting(
         SAFE.outlier,
         number(),

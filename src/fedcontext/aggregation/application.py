@@ -28,8 +28,9 @@ from fedcontext.arrays.tree import (
 from fedcontext.errors import FedcontextError
 from fedcontext.measurement.combination import combined_probes
 from fedcontext.measurement.defences import OFF, Defences, lower_median
-from fedcontext.measurement.geometry import Geometry, Report, Vectors, measure, norms_of
+from fedcontext.measurement.geometry import Geometry, Name, Report, Vectors, measure, norms_of
 from fedcontext.measurement.last_step import AlongLastStep
+from fedcontext.measurement.own_gradient import uphill
 from fedcontext.measurement.screening import Screened, screen
 from fedcontext.measurement.sums import Sums, by_coordinate, dot, flat, sums_of, unflat
 from fedcontext.rules.base import CoordinateRule, Rule, State, SumRule, corrects
@@ -121,7 +122,8 @@ def apply_step(rule: SumRule | CoordinateRule, inputs: Inputs) -> Aggregation:
     measured, state = inputs.measured, inputs.state
     vectors = replace(inputs.vectors, probe_weights=None)  # sums count every probe alike
     norms = norms_of(vectors.updates, measured, inputs.scratch)
-    screened = inputs.screened(vectors, norms, weighs=bool(inputs.averaged), along=_along_last_step(rule, inputs))
+    checks = {"along": _along_last_step(rule, inputs), "wrong": _uphill(rule, inputs)}
+    screened = inputs.screened(vectors, norms, weighs=bool(inputs.averaged), **checks)
     info, motion = dict[str, Any](), Motion()
     if isinstance(rule, CoordinateRule):
         combine = partial(combination_of, rule)
@@ -189,6 +191,13 @@ def _along_last_step(rule: SumRule | CoordinateRule, inputs: Inputs) -> AlongLas
             return np.array([dot(flat(row, inputs.measured), unit) for row in rows])
 
     return AlongLastStep(along(vectors.probes), along(vectors.differences))
+
+
+def _uphill(rule: SumRule | CoordinateRule, inputs: Inputs) -> dict[Name, str]:
+    """Return whose update and gradient contradict each other, and why, for rules that use both."""
+    if not (isinstance(rule, SumRule) and "gradient" in rule.needs):
+        return {}
+    return uphill(inputs.vectors, inputs.measured, inputs.defences.max_uphill, inputs.scratch)
 
 
 def _limited(weights: FloatArray, geometry: Geometry, most: float) -> tuple[FloatArray, dict[str, Any]]:

@@ -16,6 +16,7 @@ from fedcontext.arrays.tree import FloatArray
 from fedcontext.errors import FedcontextError
 from fedcontext.measurement.geometry import Name
 
+COSINES = "max_concavity", "max_uphill"
 LISTED = 5  # devices that an error names; the others are counted
 
 
@@ -35,12 +36,13 @@ class Defences:
     max_step: float = 10.0  # largest norm of the step, in median updates; for rules whose step depends on their lengths
     max_descent: float = 10.0  # largest descent that a gradient promises along the last step, in spreads; with memory
     max_concavity: float = 0.1  # largest negative cosine of a gradient difference with the last step; with memory
+    max_uphill: float = 0.1  # largest cosine of a device's update with its own gradient; with memory
     outlier: float = 100.0  # a device with a longer vector is left out of the round, as for NaN; 0 makes NaN an error
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            least = 0.1 if each.name == "max_concavity" else 1
+            least = 0.1 if each.name in COSINES else 1
             number = isinstance(value, Real) and not isinstance(value, bool)
             if not number or not (value == 0 or least <= value < np.inf):
                 raise FedcontextError(f"{each.name} must be 0 (off) or at least {least}, got {value!r}")

@@ -14,7 +14,7 @@ import numpy as np
 
 from fedcontext.arrays.tree import SCRATCH, BoolArray, FloatArray, Leaves, all_finite, leaf_name
 from fedcontext.measurement.defences import OFF, Defences, NoneUsable, capped, lower_median, upper_median
-from fedcontext.measurement.geometry import Geometry, Name, Products, Vectors, norms_of, shares
+from fedcontext.measurement.geometry import Geometry, Name, Names, Products, Vectors, norms_of, shares
 from fedcontext.measurement.last_step import AlongLastStep, concave, contradicting
 
 FEWEST = 3  # vectors that are not zero among which one can be an outlier
@@ -159,17 +159,21 @@ def screen(
     scale_free: bool = False,
     weighs: bool = True,
     along: AlongLastStep | None = None,
+    wrong: Mapping[Name, str] | None = None,
     scratch: int = SCRATCH,
 ) -> Screened:
     """Return whose vectors are used, and how far each is clipped; raise `NoneUsable` if none are.
 
     ``update_norms`` are (M,) over the ``measured`` leaves. ``scale_free``: the step does not depend on the updates'
     lengths, so none is an outlier. ``weighs``: sample counts weigh something; else only outliers among them are named.
-    Rows without a name, such as the server's own, are used as they are.
+    Rows without a name, such as the server's own, are used as they are. ``wrong`` are devices to leave
+    out, and why, unless half of a round would be left out with them.
     """
     groups = _groups(vectors, update_norms, measured, rest, defences, scale_free, scratch)
     sent = [group for group in groups if group.norms.any()]  # often most are empty
     excluded = _excluded(vectors, sent) if defences.outlier else {}
+    if wrong and _fewer_than_half({*wrong, *excluded}, vectors.names):
+        excluded = {**wrong, **excluded}
     if excluded:
         groups = sent = [group.without(excluded) for group in groups]
     updates, gradients, differences, own, others = groups
@@ -282,6 +286,11 @@ def _excluded(vectors: Vectors, groups: Sequence[SentVectors]) -> dict[Name, str
         if owners and all(name in excluded for name in owners):
             raise NoneUsable(kind, len(owners), excluded)
     return excluded
+
+
+def _fewer_than_half(left_out: Collection[Name], names: Names) -> bool:
+    """Return whether fewer than half of the devices, and of the probes, are among those to leave out."""
+    return all(2 * len(set(owners).intersection(left_out)) < len(owners) for owners in (names.devices, names.probes))
 
 
 def _caps(names: Sequence[Name], counts: FloatArray | None, most: float, named_from: float) -> list[tuple[Name, str]]:
