@@ -278,19 +278,19 @@ def test_several_aggregators_take_the_step_of_one(seed, parts):
 
 
 @given(st.integers(0, 10_000))
-def test_after_a_correction_the_previous_step_counts_at_most_half(seed):
+def test_after_a_second_exchange_the_previous_step_counts_at_most_half(seed):
     problem, w, last, memory = Quadratic(seed), np.zeros(60), None, None
     for _ in range(5):
         _, updates, gradients, differences = problem.round(w, last)
         sums = summed(updates, gradients, differences)
         if memory is not None:
-            corrected = memory_step(sums, replace(memory, corrected=True), MemorySettings(momentum=0.8), 40)[0]
+            corrected = memory_step(sums, replace(memory, second_exchange=True), MemorySettings(momentum=0.8), 40)[0]
             np.testing.assert_array_equal(corrected, memory_step(sums, memory, MemorySettings(momentum=0.4), 40)[0])
         step, memory, _ = memory_step(sums, memory, MemorySettings(), 40)
         last, w = w, w + step
 
 
-def test_a_correction_is_remembered_until_the_next_step():
+def test_a_second_exchange_is_remembered_until_the_next_step():
     rule, w = fc.contextual_memory(), np.zeros(3)
     sent = {"gradients": [-np.ones(3)] * 4, "rule": rule}
     result = fc.aggregate(w, [np.ones(3)] * 4, **sent)
@@ -298,7 +298,7 @@ def test_a_correction_is_remembered_until_the_next_step():
     unused = fc.correct(result, [-0.5 * result.step] * 4)  # not convex along the step
     after = fc.aggregate(w, [np.ones(3)] * 4, differences=[np.ones(3)] * 4, state=corrected.state, **sent)
     states = (result, corrected, unused, after)
-    assert [each.state["corrected"] for each in states] == [False, True, True, False]
+    assert [each.state["second_exchange"] for each in states] == [False, True, True, False]
 
 
 def test_probes_left_out_are_counted_over_all_aggregators():

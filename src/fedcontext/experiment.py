@@ -163,7 +163,7 @@ class Experiment:
     max_uphill: float = setting(
         SAFE.max_uphill,
         number(),
-        "Devices whose update has a larger cosine with their own gradient are left out (memory); 0 disables",
+        "Updates with a larger cosine with the gradient of the same device are not used (memory); 0 disables",
     )
     outlier: float = setting(
         SAFE.outlier,

@@ -122,7 +122,7 @@ def apply_step(rule: SumRule | CoordinateRule, inputs: Inputs) -> Aggregation:
     measured, state = inputs.measured, inputs.state
     vectors = replace(inputs.vectors, probe_weights=None)  # sums count every probe alike
     norms = norms_of(vectors.updates, measured, inputs.scratch)
-    checks = {"along": _along_last_step(rule, inputs), "wrong": _uphill(rule, inputs)}
+    checks = {"along": _along_last_step(rule, inputs), "uphill": _uphill(rule, inputs)}
     screened = inputs.screened(vectors, norms, weighs=bool(inputs.averaged), **checks)
     info, motion = dict[str, Any](), Motion()
     if isinstance(rule, CoordinateRule):
@@ -194,8 +194,8 @@ def _along_last_step(rule: SumRule | CoordinateRule, inputs: Inputs) -> AlongLas
 
 
 def _uphill(rule: SumRule | CoordinateRule, inputs: Inputs) -> dict[Name, str]:
-    """Return whose update and gradient contradict each other, and why, for rules that use both."""
-    if not (isinstance(rule, SumRule) and "gradient" in rule.needs):
+    """Return whose update contradicts the gradient of the same device, and why, for the rule with memory."""
+    if not (isinstance(rule, SumRule) and "differences" in rule.needs):
         return {}
     return uphill(inputs.vectors, inputs.measured, inputs.defences.max_uphill, inputs.scratch)
 

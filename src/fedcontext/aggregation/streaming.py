@@ -33,7 +33,7 @@ class StreamedRound:
     """The sums of one round over what devices sent so far.
 
     ``params`` holds floating-point leaves only: average integer leaves and buffers, such as BatchNorm's statistics,
-    yourself. Defences against faulty devices compare the devices of a round, and are not available here.
+    yourself. Defences against faulty devices compare single vectors, and are not available here.
 
     >>> import numpy as np, fedcontext as fc
     >>> edges = [fc.StreamedRound(np.zeros(2)), fc.StreamedRound(np.zeros(2))]

@@ -1,4 +1,4 @@
-"""Limits on the influence of one device, in multiples of the round's median.
+"""Limits on the influence of one device, most of them in multiples of the round's median.
 
 Vectors are clipped relative to the lower median of the positive norms that devices sent in this round, and left out
 relative to the upper one: no device decides either while fewer than half of them are Byzantine.
@@ -16,13 +16,13 @@ from fedcontext.arrays.tree import FloatArray
 from fedcontext.errors import FedcontextError
 from fedcontext.measurement.geometry import Name
 
-COSINES = "max_concavity", "max_uphill"
+RANGES = {"max_concavity": (0.1, np.inf), "max_uphill": (0.1, 1.0)}  # the others are at least 1
 LISTED = 5  # devices that an error names; the others are counted
 
 
 @dataclass(frozen=True)
 class Defences:
-    """Limits on the influence of one device, in multiples of the round's median; 0 turns a defence off.
+    """Limits on the influence of one device, most in multiples of the round's median; 0 turns a defence off.
 
     >>> Defences(max_gradient=0.5)
     Traceback (most recent call last):
@@ -36,16 +36,17 @@ class Defences:
     max_step: float = 10.0  # largest norm of the step, in median updates; for rules whose step depends on their lengths
     max_descent: float = 10.0  # largest descent that a gradient promises along the last step, in spreads; with memory
     max_concavity: float = 0.1  # largest negative cosine of a gradient difference with the last step; with memory
-    max_uphill: float = 0.1  # largest cosine of a device's update with its own gradient; with memory
+    max_uphill: float = 0.1  # largest cosine of an update with the gradient of the same device; with memory
     outlier: float = 100.0  # a device with a longer vector is left out of the round, as for NaN; 0 makes NaN an error
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            least = 0.1 if each.name in COSINES else 1
+            least, most = RANGES.get(each.name, (1, np.inf))
             number = isinstance(value, Real) and not isinstance(value, bool)
-            if not number or not (value == 0 or least <= value < np.inf):
-                raise FedcontextError(f"{each.name} must be 0 (off) or at least {least}, got {value!r}")
+            if not number or value == np.inf or not (value == 0 or least <= value <= most):
+                allowed = f"at least {least}" if most == np.inf else f"from {least} to {most:g}"
+                raise FedcontextError(f"{each.name} must be 0 (off) or {allowed}, got {value!r}")
 
 
 OFF = Defences(*[0.0] * len(fields(Defences)))

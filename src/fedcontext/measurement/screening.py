@@ -14,7 +14,7 @@ import numpy as np
 
 from fedcontext.arrays.tree import SCRATCH, BoolArray, FloatArray, Leaves, all_finite, leaf_name
 from fedcontext.measurement.defences import OFF, Defences, NoneUsable, capped, lower_median, upper_median
-from fedcontext.measurement.geometry import Geometry, Name, Names, Products, Vectors, norms_of, shares
+from fedcontext.measurement.geometry import Geometry, Name, Products, Vectors, norms_of, shares
 from fedcontext.measurement.last_step import AlongLastStep, concave, contradicting
 
 FEWEST = 3  # vectors that are not zero among which one can be an outlier
@@ -159,34 +159,33 @@ def screen(
     scale_free: bool = False,
     weighs: bool = True,
     along: AlongLastStep | None = None,
-    wrong: Mapping[Name, str] | None = None,
+    uphill: Mapping[Name, str] | None = None,
     scratch: int = SCRATCH,
 ) -> Screened:
     """Return whose vectors are used, and how far each is clipped; raise `NoneUsable` if none are.
 
     ``update_norms`` are (M,) over the ``measured`` leaves. ``scale_free``: the step does not depend on the updates'
     lengths, so none is an outlier. ``weighs``: sample counts weigh something; else only outliers among them are named.
-    Rows without a name, such as the server's own, are used as they are. ``wrong`` are devices to leave
-    out, and why, unless half of a round would be left out with them.
+    Rows without a name, such as the server's own, are used as they are. ``uphill``: whose update contradicts the
+    gradient of the same device, and the reason. The update is not used, unless it is the gradient that is not used.
     """
     groups = _groups(vectors, update_norms, measured, rest, defences, scale_free, scratch)
     sent = [group for group in groups if group.norms.any()]  # often most are empty
     excluded = _excluded(vectors, sent) if defences.outlier else {}
-    if wrong and _fewer_than_half({*wrong, *excluded}, vectors.names):
-        excluded = {**wrong, **excluded}
     if excluded:
         groups = sent = [group.without(excluded) for group in groups]
     updates, gradients, differences, own, others = groups
     devices, asked = vectors.names.devices, vectors.names.probes
-    kept = _used(updates.names, excluded, len(update_norms))
     probes = _used(asked, excluded, len(vectors.probes))
     unused = contradicting(asked, along, gradients.norms, differences.norms, probes, defences)
+    left_out = {**excluded, **unused}
+    unused_updates = _minority(uphill or {}, left_out, [name for name in devices if name not in excluded])
+    kept = _used(updates.names, {**excluded, **unused_updates}, len(update_norms))
     samples, weights = np.where(kept[: len(devices)], vectors.samples, 0), vectors.probe_weights
     weights = None if weights is None else np.where(probes, weights, 0)
     most, named_from = defences.max_samples, defences.max_samples if weighs else defences.outlier or np.inf
-    notes = [note for group in sent for note in group.clipped.items()] + list(unused.items())
+    notes = [note for group in sent for note in group.clipped.items()] + [*unused.items(), *unused_updates.items()]
     notes += _caps(devices, samples, most, named_from) + _caps(asked, weights, most, most)
-    left_out = {**excluded, **unused}
     return Screened(
         names=devices,
         kept=kept,
@@ -288,9 +287,10 @@ def _excluded(vectors: Vectors, groups: Sequence[SentVectors]) -> dict[Name, str
     return excluded
 
 
-def _fewer_than_half(left_out: Collection[Name], names: Names) -> bool:
-    """Return whether fewer than half of the devices, and of the probes, are among those to leave out."""
-    return all(2 * len(set(owners).intersection(left_out)) < len(owners) for owners in (names.devices, names.probes))
+def _minority(found: Mapping[Name, str], left_out: Collection[Name], devices: Sequence[Name]) -> dict[Name, str]:
+    """Return who of the devices is found and not left out already; nobody, if these are half of them or more."""
+    minority = {name: found[name] for name in devices if name in found and name not in left_out}
+    return minority if 2 * len(minority) < len(devices) else {}
 
 
 def _caps(names: Sequence[Name], counts: FloatArray | None, most: float, named_from: float) -> list[tuple[Name, str]]:

@@ -34,7 +34,7 @@ def corrected_step(
     s, y = memory.step, change
     ys = dot(y, s)
     if not ys > 0:
-        return s, replace(memory, corrected=True), {"correction": 0.0, "mean": _along_mean(memory)}
+        return s, replace(memory, second_exchange=True), {"correction": 0.0, "mean": _along_mean(memory)}
     u = metric(memory.square, settings.power)
     scale = 1 / (u + settings.smallest)
     _, _, k = fitted(memory.normal, memory.right, memory.curvature, s, y, u, settings.decay)
@@ -51,7 +51,7 @@ def corrected_step(
     allowed = max(memory.anchor, settings.trial) if memory.normal.any() else settings.trial
     most = min(settings.correction, allowed) * np.sqrt(cosine) * lengths[STEP]
     correction = shortened(combined(x, unit), most)
-    after = replace(memory, step=s + correction, deviation=memory.deviation + correction, corrected=True)
+    after = replace(memory, step=s + correction, deviation=memory.deviation + correction, second_exchange=True)
     return after.step, after, {"correction": norm(correction) / lengths[STEP], "mean": _along_mean(after)}
 
 

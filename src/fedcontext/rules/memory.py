@@ -109,7 +109,7 @@ def memory_step(
     if ys > 0:  # the loss was convex along the last step
         fit = fitted(*fit, memory.step, y, u, settings.decay)
         hessian = _hessian(unit, u, scale, fit[2], y, ys, lengths[PREVIOUS], settings)
-        momentum = settings.momentum / 2 if memory.corrected else settings.momentum
+        momentum = settings.momentum / 2 if memory.second_exchange else settings.momentum
         x = _model_minimum(hessian, slopes * factors, lengths, momentum, settings)
     else:
         x = lengths * (np.arange(len(unit)) == MEAN)  # no convex model: FedAvg's step
@@ -124,7 +124,7 @@ def memory_step(
         square=v,
         step=d + deviation,
         deviation=deviation,
-        corrected=False,
+        second_exchange=False,
         directions=unit,
         slopes=slopes,
         hits=hits,
@@ -161,7 +161,7 @@ def _first_step(sums: Sums, settings: MemorySettings, population: float) -> tupl
         square=sums.square / sums.probes,
         step=d + ahead * d,
         deviation=ahead * d,
-        corrected=False,
+        second_exchange=False,
         directions=unit,
         slopes=slopes,
         hits=np.zeros(directions),

@@ -23,7 +23,7 @@ class MemorySettings:
     floor: float = 0.1  # least gain of the gradient estimate; twice it bounds x_d, half of it the anchor
     least_trust: float = 0.05  # lower limit of the trust, the factor of the longest step
     reach: float = 3.0  # the model's minimiser is cut to reach x trust x R, R the larger of ‖d‖ and its running mean
-    momentum: float = 0.8  # largest multiple of the previous step; half of it after a correction
+    momentum: float = 0.8  # largest multiple of the previous step; half of it after a second exchange
     anchor: float = 0.6  # first limit of ‖step - d‖ / ‖d‖, or / R
     near: float = 1.0  # largest anchor that is relative to ‖d‖; larger ones are relative to R
     growth: float = 16.0  # largest factor by which evidence can change that limit in one round; it scales `trial` too
@@ -59,7 +59,7 @@ class Memory:
     square: FloatArray  # (n,) v, decayed sum of the probes' mean gᵢ²
     step: FloatArray  # (n,) s, the last step
     deviation: FloatArray  # (n,) δ = s - d of the last round
-    corrected: bool  # whether a second exchange corrected s
+    second_exchange: bool  # whether probes reported changes over s
     directions: FloatArray  # (D, n) the last round's unit directions, D = 5, or 4 without q
     slopes: FloatArray  # (D,) m along them
     hits: FloatArray  # (D,) running Σ slope x fresh slope, relative to ‖m‖²
