@@ -99,8 +99,8 @@ def aggregate(
         state: the state that the rule returned last round; None in the first round, and for rules that keep none.
         out: where to write the new params: ``params`` itself, or a structure like it in other memory; fresh arrays if
             None.
-        defences: limits on the influence of one device, see `Defences`. Devices that send NaN or
-            infinity are excluded and listed in ``excluded``. With None, non-finite values raise an error.
+        defences: limits on the influence of one device, see `Defences`. Devices that send NaN or infinity are excluded
+            and listed in ``excluded``. With None, non-finite values raise an error.
         scratch: bytes of a block; the working memory of a `Rule` is at most four of them, whatever the size of the
             model. Other rules also hold float64 vectors of the model's size.
 

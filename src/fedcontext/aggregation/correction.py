@@ -24,7 +24,7 @@ def correct(result: Aggregation, changes: Structures) -> Aggregation:
     """Return the aggregation with a better step, from how the gradients of probes change over the proposed one.
 
     It takes a second, short exchange with the probes of the round: send them ``result.params``, and let each return its
-    gradient there minus its gradient at the params before. `contextual_memory` then needs a sixth to a third fewer
+    gradient there minus its gradient at the params before. `contextual_memory` then needs a fifth to a third fewer
     rounds. A correction is at most as long as the step itself; a result is corrected once, and not after `aggregate`
     with ``out``. Where no change is usable, the result is returned as it is.
 
